@@ -1,0 +1,61 @@
+"""minifer: a small, readable inference engine that runs the techniques by which large language models are served fast.
+
+model, tokenizer = minifer.load("tiny")
+print(minifer.generate(model, tokenizer, "def fibonacci(n):", max_new_tokens=64))
+
+def rank():
+    ...                                       # runs on every rank, in a process group
+results = minifer.launch(rank, ranks=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from . import data_parallel, decode
+from .batch import Completion, Request
+from .model.load import load
+from .model.sampling import Sampling
+from .model.tokenizer import Messages, Tokenizer
+from .model.transformer import Transformer
+from .ranks import RankError, Ranks, launch, trace
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion", "RankError", "Ranks", "Request", "Sampling", "Tokenizer", "Transformer", "data_parallel", "decode", "generate",
+    "launch", "load", "stream", "trace",
+]  # fmt: skip
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str | Messages,
+    max_new_tokens: int | None = 128,
+    *,
+    sampling: Sampling | None = None,
+    stop_strings: Sequence[str] = (),
+) -> str:
+    """The text that follows a prompt, or the answer to messages ([{"role": "user", "content": "..."}]).
+
+    max_new_tokens: None lets it run to the model's context. sampling: greedy by default. stop_strings: the text ends before
+    the first of them.
+    """
+    return "".join(stream(model, tokenizer, prompt, max_new_tokens, sampling=sampling, stop_strings=stop_strings))
+
+
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str | Messages,
+    max_new_tokens: int | None = 128,
+    *,
+    sampling: Sampling | None = None,
+    stop_strings: Sequence[str] = (),
+) -> Iterator[str]:
+    """As generate, but in pieces, as soon as they are decided. Pieces hold whole characters only."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+    request = Request(ids, max_new_tokens, sampling or Sampling(), stop_strings=stop_strings)
+    for fresh in decode.stream(model, [request], tokenizer=tokenizer):
+        if fresh.text:
+            yield fresh.text

@@ -1,0 +1,233 @@
+"""What is asked for, where it stands, and what came of it. The bookkeeping under every decoding loop.
+
+    Request ──► Row ──► Completion          a Batch is some rows on their way together
+                 │
+                 └ tokens decided, tokens cached, budget, stop rules, text
+
+A Batch knows no model: it makes passes out of what its rows have and lack (`extend`), draws tokens (`sample`), and takes
+decided ones (`take`), one a row or several. So every stop rule is checked token by token, in one place, whichever technique
+made the tokens.
+
+Letters: R rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .model.passes import Output, Pass, Span
+from .model.sampling import Sampling, distributions, draw, new_seed, penalise, uniform
+from .model.text import Detokenizer, StopStrings
+from .model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. ids: the prompt, one token at least.
+
+    max_new_tokens: at most so many new ids; None: up to the model's context. stop_ids: a row ends with the first of them,
+    which is its last id; None: what model and tokenizer call an end; (): none. stop_strings: a row ends when its text
+    contains one of them, and its text ends before it (needs a tokenizer). min_new_tokens: no stop id is drawn before.
+    """
+
+    ids: Sequence[int]
+    max_new_tokens: int | None = 64
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = ()
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of a request.
+
+    ids: the new ones only, the stop id included. text: theirs, without special tokens (None without a tokenizer).
+    finish_reason: "stop" or "length". ttft: seconds from the start of the batch to the first token. tpot: mean seconds a
+    token after it (None for fewer than two). seconds: from the start to the last token.
+    """
+
+    ids: list[int]
+    text: str | None
+    finish_reason: str
+    prompt_tokens: int
+    ttft: float | None
+    tpot: float | None
+    seconds: float
+
+
+class Fresh(NamedTuple):
+    """What a turn added to a row. text: what can be shown of it (pieces joined are Completion.text)."""
+
+    row: int
+    ids: list[int]
+    text: str
+
+
+class Row:
+    """One request on its way. Everything that decides when it ends is here."""
+
+    def __init__(self, request: Request, budget: int, stop_ids: frozenset[int], tokenizer: Tokenizer | None) -> None:
+        self.request, self.budget, self.stop_ids = request, budget, stop_ids
+        self.sampling = request.sampling
+        self.seed = new_seed() if request.sampling.seed is None else request.sampling.seed
+        self.tokens = list(request.ids)  # the prompt, then what was decided
+        self.prompt = len(self.tokens)
+        self.cached = 0  # how many of them the cache holds
+        self.finish_reason = "length" if budget == 0 else None
+        self.first = self.last = None  # type: float | None
+        self.pieces: list[str] = []
+        self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if tokenizer else None
+        self._stops = StopStrings(request.stop_strings)
+
+    @property
+    def new(self) -> int:
+        """How many ids were decided."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def left(self) -> int:
+        """How many more may be."""
+        return self.budget - self.new
+
+    def take(self, token: int) -> str:
+        """Append a decided token, see whether the row ends with it, and return the text that may be shown."""
+        self.tokens.append(token)
+        piece = ""
+        if self._detokenizer is not None:
+            piece = self._stops.feed(self._detokenizer.feed(token))
+        if token in self.stop_ids or self._stops.found:
+            self.finish_reason = "stop"
+        elif self.left == 0:
+            self.finish_reason = "length"
+        if self.finish_reason and self._detokenizer is not None and not self._stops.found:
+            rest = self._stops.feed(self._detokenizer.flush())
+            piece += rest + self._stops.flush()
+        self.pieces.append(piece)
+        return piece
+
+
+class Batch:
+    """Rows on their way together. It knows no model; every array it takes or gives is indexed by row."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = list(rows)
+        self.active = [at for at, row in enumerate(self._rows) if row.finish_reason is None]
+        self.fresh: list[Fresh] = []  # of the last turn
+        self.started = time.perf_counter()
+
+    def __getitem__(self, row: int) -> Row:
+        return self._rows[row]
+
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
+    def extend(self, draft: torch.Tensor | None = None, states: tuple[int, ...] = ()) -> Pass:
+        """The next pass: of every active row what the cache lacks, then its draft (int64 [R, any], -1: nothing).
+
+        At first that is the prompt, later the last token. Wanted are the last decided token of each row and its draft.
+        """
+        ids: list[int] = []
+        spans: list[Span] = []
+        wanted: list[int] = []
+        for at in self.active:
+            row = self._rows[at]
+            drafted = [] if draft is None else [token for token in draft[at].tolist() if token >= 0]
+            part = row.tokens[row.cached :] + drafted
+            ids += part
+            spans.append(Span(at, row.cached, len(part)))
+            wanted += range(len(ids) - 1 - len(drafted), len(ids))
+        return Pass(torch.tensor(ids), tuple(spans), tuple(wanted), states)
+
+    def sample(self, output: Output) -> torch.Tensor:
+        """A token for every active row from its logits, int64 [R], -1 for the others."""
+        rows = [self._rows[at] for at in self.active]
+        logits = self.adjusted(output.logits, rows)
+        if all(row.sampling.greedy for row in rows):
+            chosen = logits.argmax(-1)
+        else:
+            numbers = [0.0 if row.sampling.greedy else uniform(row.seed, len(row.tokens)) for row in rows]
+            chosen = draw(distributions(logits, [row.sampling for row in rows]), numbers)
+        ids = torch.full((self.rows,), -1)
+        ids[self.active] = chosen.cpu()
+        return ids
+
+    def adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        """Logits [len(rows), V] after repetition penalties, and without stop ids where it is too early for them."""
+        logits = penalise(logits, [row.sampling for row in rows], [row.tokens for row in rows])
+        early = [(at, row) for at, row in enumerate(rows) if row.new < row.request.min_new_tokens and row.stop_ids]
+        if early:
+            logits = logits.clone()
+            for at, row in early:
+                logits[at, sorted(row.stop_ids)] = float("-inf")
+        return logits
+
+    def take(self, ids: torch.Tensor) -> bool:
+        """Append what was decided (int64 [R] or [R, k], -1: nothing), as far as each row goes on. True while any row does."""
+        now, chosen = time.perf_counter(), ids.reshape(self.rows, -1).tolist()
+        self.fresh = []
+        for at in self.active:
+            row = self._rows[at]
+            row.cached = len(row.tokens)  # the pass has run these; of a draft it keeps what is appended now
+            before, text = len(row.tokens), ""
+            for token in chosen[at]:
+                if token >= 0 and row.finish_reason is None:
+                    text += row.take(token)
+            # The last decided token is not in the cache yet: the next pass runs it.
+            row.cached = max(row.cached, len(row.tokens) - 1)
+            row.first, row.last = row.first or now, now
+            self.fresh.append(Fresh(at, row.tokens[before:], text))
+        self.active = [at for at in self.active if self._rows[at].finish_reason is None]
+        return bool(self.active)
+
+    def completions(self) -> list[Completion]:
+        """One a row, in order."""
+        return [self._completion(row) for row in self._rows]
+
+    def _completion(self, row: Row) -> Completion:
+        first, last = row.first, row.last
+        return Completion(
+            ids=row.tokens[row.prompt :],
+            text="".join(row.pieces) if row._detokenizer is not None else None,
+            finish_reason=row.finish_reason or "unfinished",
+            prompt_tokens=row.prompt,
+            ttft=None if first is None else first - self.started,
+            tpot=None if first is None or last is None or row.new < 2 else (last - first) / (row.new - 1),
+            seconds=0.0 if last is None else last - self.started,
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a batch was. Prompt tokens are never counted as output.
+
+    ttft: mean seconds to a row's first token. tpot: mean seconds a token after it. decode_rate: tokens after the first of
+    each row, of all rows, a second.
+    """
+
+    output_tokens: int
+    prompt_tokens: int
+    ttft: float
+    tpot: float
+    decode_rate: float
+
+
+def speed(completions: Sequence[Completion]) -> Speed:
+    """Speed of completions that ran together. Rates are 0 where nothing was decoded after first tokens."""
+    first = [c.ttft for c in completions if c.ttft is not None]
+    later = [c.tpot for c in completions if c.tpot is not None]
+    decoded = sum(max(0, len(c.ids) - 1) for c in completions)
+    span = max((c.seconds for c in completions), default=0.0) - min(first, default=0.0)
+    return Speed(
+        output_tokens=sum(len(c.ids) for c in completions),
+        prompt_tokens=sum(c.prompt_tokens for c in completions),
+        ttft=sum(first) / len(first) if first else 0.0,
+        tpot=sum(later) / len(later) if later else 0.0,
+        decode_rate=decoded / span if span > 0 else 0.0,
+    )

@@ -1,0 +1,157 @@
+"""The command `minifer`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+MODEL_HELP = (
+    'a bundled name ("tiny"), "smollm2" (fetched once, 98 MB), a Hugging Face folder, a .gguf file, or a hub name (owner/name)'
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"minifer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minifer",
+        description="A small, readable LLM inference engine that runs every technique by which models are served fast.",
+        epilog="Start with: minifer tour",
+    )
+    from . import __version__
+
+    parser.add_argument("--version", action="version", version=f"minifer {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
+    _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
+    _train(commands.add_parser("train", help="train the bundled models on this machine's Python standard library"))
+    return parser
+
+
+def _tour(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Decode real prompts by every technique there is. Exit code 1 if any of them gives other ids than plain decoding."
+    )
+    parser.add_argument("--model", default="tiny", help=f"default: tiny; {MODEL_HELP}")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32, where ids must be equal"
+    )
+    parser.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
+    parser.add_argument("--prompts", type=_positive, default=2, metavar="N", help="of each of the six workloads, 1-12 (default: 2)")
+    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs of each technique, alternated (default: 3)")
+    parser.set_defaults(run=_run_tour)
+
+
+def _run_tour(options: argparse.Namespace) -> int:
+    from .tour import tour
+
+    results = tour(options.model, DTYPES[options.dtype], options.tokens, options.prompts, options.repeats)
+    return 0 if all(result.exact for result in results) else 1
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Continue a prompt and show the text as it comes. Greedy unless a temperature is given."
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="take the prompt as a message and apply the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before it")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens that reach P together"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens less than P times as likely as the likeliest"
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 where this machine multiplies it natively, else float32")
+    parser.add_argument("--quiet", action="store_true", help="no line about speed")
+    parser.set_defaults(run=_run_generate)
+
+
+def _run_generate(options: argparse.Namespace) -> int:
+    from . import decode
+    from .batch import Request
+    from .model.load import load
+    from .model.sampling import Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.system and not options.chat:
+        raise ValueError("--system goes with --chat")
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    model, tokenizer = load(options.model, dtype)
+    if options.chat:
+        system = [{"role": "system", "content": options.system}] if options.system else []
+        ids = tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
+    else:
+        ids = tokenizer.encode(prompt)
+        print(prompt, end="", flush=True)
+    request = Request(ids, options.max_new_tokens, sampling, stop_strings=options.stop)
+    started, first, count = time.perf_counter(), 0.0, 0
+    for fresh in decode.stream(model, [request], tokenizer=tokenizer):
+        first, count = first or time.perf_counter() - started, count + len(fresh.ids)
+        print(fresh.text, end="", flush=True)
+    print()
+    if not options.quiet:
+        rate = (count - 1) / (time.perf_counter() - started - first) if count > 1 else 0.0
+        threads, kind = torch.get_num_threads(), str(model.dtype).removeprefix("torch.")
+        where = f"{threads} threads" if model.device.type == "cpu" else str(model.device)
+        print(
+            f"\n[{len(ids)} prompt tokens, first token after {first:.2f} s, {count} tokens, {rate:.1f} tokens/s, {kind}, {where}]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a bundled model. It takes about an hour on two cores, shows its progress, and goes on where it was stopped."
+    )
+    parser.add_argument("model", choices=("tiny",), help="what to train")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the finished model goes (default: ./trained/MODEL)")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="where checkpoints and the log stay (default: OUT-work)")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="another number of steps than the recipe's, to try it out")
+    parser.set_defaults(run=_run_train)
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    from .training.pretrain import Recipe, train
+
+    out = options.out or Path("trained") / options.model
+    work = options.work or out.with_name(out.name + "-work")
+    report = train(out, work, Recipe(steps=options.steps) if options.steps else Recipe())
+    scores = ", ".join(f"{name} {score}" for name, score in report["held_out_bits_per_byte"].items())
+    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; bits per byte on files never seen: {scores}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

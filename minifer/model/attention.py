@@ -1,0 +1,206 @@
+"""Attention over a cache: which keys a token may see, and the sum over them.
+
+Two halves. *Visibility* is decided here from a pass's host integers, once a pass, never by reading a device:
+
+    one token of a row             sees everything cached: no mask at all (a window only moves the first key)
+    a prompt from position 0       sees what precedes it: SDPA's own causal flag
+    anything else                  an explicit mask: a second chunk, drafts to verify, a window, a tree
+
+The *sum* returns its log-sum-exp beside the result, so that parts computed over different keys, on different ranks, can be
+merged exactly: a part that sees nothing has log-sum-exp -inf and weighs nothing.
+
+Letters: B batch of one call, Q queries, S keys, H query heads, K key/value heads, h width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .cache import Cache
+from .passes import Pass, Span
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys each query may see: all, those up to its own place (Q = S), or those of a mask (bool [B, Q, S])."""
+
+    causal: bool = False
+    mask: torch.Tensor | None = None
+
+
+ALL = Visible()
+CAUSAL = Visible(causal=True)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a span sees: its row's keys from `first` on, as `visible` says."""
+
+    first: int
+    visible: Visible
+
+
+def views(pass_: Pass, window: int | None) -> list[View]:
+    """One View a span. `window`: a token sees itself and the window - 1 tokens before it; None: all before it."""
+    if pass_.parents is None:
+        return [_view(span, window) for span in pass_.spans]
+    return [_tree_view(span, parents, window) for span, parents in zip(pass_.spans, pass_.parents)]
+
+
+def _view(span: Span, window: int | None) -> View:
+    end = span.start + span.count
+    # The oldest key that the span's first token can see; older ones are not even read.
+    first = 0 if window is None else max(0, span.start - window + 1)
+    if span.count == 1:
+        return View(first, ALL)
+    if span.start == 0 and (window is None or end <= window):
+        return View(0, CAUSAL)
+    keys = torch.arange(first, end)
+    queries = torch.arange(span.start, end)[:, None]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    return View(first, Visible(mask=mask[None]))
+
+
+def _tree_view(span: Span, parents: tuple[int, ...], window: int | None) -> View:
+    """In a tree a token sees the context, its ancestors and itself. Its slot in the cache is not its position."""
+    mask = torch.zeros(span.count, span.start + span.count, dtype=torch.bool)
+    depth: list[int] = []
+    for token, parent in enumerate(parents):
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+        if parent >= 0:
+            mask[token] = mask[parent]
+        mask[token, span.start + token] = True
+    positions = torch.tensor(depth)[:, None] + span.start
+    context = torch.arange(span.start)
+    mask[:, : span.start] = True if window is None else context > positions - window
+    if window is not None:  # ancestors can be out of a short window too
+        drafted = positions[:, 0]
+        mask[:, span.start :] &= drafted > positions - window
+    return View(0, Visible(mask=mask[None]))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention and its log-sum-exp.
+
+    q: [B, H, Q, h]. k: [B, K, S, h], v: [B, K, S, hv], H a multiple of K; query head i reads key/value head i // (H/K).
+    scale: of the scores, h^-1/2 by default. Returns out [B, H, Q, hv] in q's dtype and lse [B, H, Q] in float32 at least;
+    a query that sees nothing gives 0 and -inf.
+    """
+    batch, heads, queries, _ = q.shape
+    group = heads // k.shape[1]
+    mask = visible.mask
+    if group > 1 and not visible.causal:
+        # The query heads of a group read the same keys: seen as more queries of one head, the keys are read once.
+        q = q.reshape(batch, k.shape[1], group * queries, q.shape[-1])
+        mask = None if mask is None else mask.repeat(1, group, 1)
+    elif group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if mask is not None:
+        mask = mask.to(q.device, non_blocking=True)[:, None]  # [B, 1, Q, S]
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        out, lse = _flash_cpu(q, k, v, visible.causal, mask, scale)
+    else:
+        out, lse = _plain(q, k, v, visible.causal, mask, scale)
+    if mask is not None and visible.mask is not None and not bool(visible.mask.any(-1).all()):
+        blind = ~mask.any(-1)  # [B, 1, Q]
+        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
+    return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
+
+
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel under `scaled_dot_product_attention` on the CPU, called by name because only so it hands out its lse."""
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, in float32 at least: scores, their log-sum-exp, the weighted sum. Any device, any head widths."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(exact) * (scale or q.shape[-1] ** -0.5)  # [B, H, Q, S]
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    lse = scores.logsumexp(-1)  # [B, H, Q]
+    weights = (scores - lse[..., None]).exp()
+    return (weights.to(v.dtype) @ v), lse
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `attention` within a pass: `rows` rows of `count` tokens each, that stand in the pass from `at` on."""
+
+    at: int
+    rows: tuple[int, ...]
+    count: int
+    first: int  # keys from here ...
+    end: int  # ... to here (of the longest row)
+    visible: Visible
+
+
+def calls(pass_: Pass, window: int | None) -> list[Call]:
+    """The fewest calls that serve a pass: one where all rows are alike or step by one token, else one a span."""
+    spans, seen = pass_.spans, views(pass_, window)
+    if len(spans) > 1 and pass_.parents is None:
+        rows, count = tuple(span.row for span in spans), spans[0].count
+        if all(span[1:] == spans[0][1:] for span in spans):
+            return [Call(0, rows, count, seen[0].first, spans[0].start + count, seen[0].visible)]
+        if all(span.count == 1 for span in spans):  # the one place that pads: shorter rows get masked keys
+            first, end = min(view.first for view in seen), max(span.start for span in spans) + 1
+            keys = torch.arange(first, end)
+            mask = keys <= torch.tensor([span.start for span in spans])[:, None]
+            mask &= keys >= torch.tensor([view.first for view in seen])[:, None]
+            return [Call(0, rows, 1, first, end, Visible(mask=mask[:, None]))]
+    return [
+        Call(at, (span.row,), span.count, view.first, span.start + span.count, view.visible)
+        for at, span, view in zip(pass_.offsets, spans, seen)
+    ]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pass_: Pass,
+    cache: Cache | None,
+    layer: int,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Store the pass's keys and values in the cache's `layer` and let each token see what it may.
+
+    q: [N, H, h], k: [N, K, h], v: [N, K, hv] -> [N, H, hv]. Without a cache (training, a single look at a text) every span
+    must start at 0 and sees the keys of the pass itself.
+    """
+    if cache is not None:
+        cache.append(layer, pass_, k, v)
+    results = []
+    for call in pass_.once(("attention", window), lambda: calls(pass_, window)):
+        here = slice(call.at, call.at + len(call.rows) * call.count)
+        if cache is None:
+            keys = _by_row(k[here], call)[:, :, call.first :]
+            values = _by_row(v[here], call)[:, :, call.first :]
+        else:
+            keys, values = cache.read(layer, call.rows, call.first, call.end)
+        out, _ = attention(_by_row(q[here], call), keys, values, call.visible, scale)  # [B, H, Q, hv]
+        results.append(out.transpose(1, 2).flatten(0, 1))
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _by_row(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """[B * Q, H, h] -> [B, H, Q, h]"""
+    return x.unflatten(0, (len(call.rows), call.count)).transpose(1, 2)

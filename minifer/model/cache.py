@@ -1,0 +1,132 @@
+"""The key/value cache: what the layers computed for earlier tokens, so that a step runs one token and not the whole text.
+
+Contiguous: each layer has keys and values [R, K, capacity, h] and each row its own length.
+
+    row 0   k0 k1 k2 k3 k4 .  .  .      length 5
+    row 1   k0 k1 .  .  .  .  .  .      length 2
+
+A pass says where each of its rows starts; whatever the row holds from there on is forgotten first. So rolling back rejected
+drafts, or going back in a conversation, is implied by the next pass and costs no call. The cache knows which tokens it
+holds (`tokens`), so a conversation's next turn finds by itself how much of its text is already there.
+
+Cost: 2 * layers * K * h * bytes per element, a token (bfloat16 SmolLM2: 23 KB).
+
+Letters: R rows, K key/value heads, h width of a head, S keys of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .passes import Pass
+
+
+@dataclass
+class RowState:
+    """A row taken out of a cache: its tokens and, for each layer, keys and values [K, S, h]."""
+
+    tokens: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+class Cache:
+    """Keys and values of `rows` rows of at most `capacity` tokens. shapes: (K, h) of each layer that this rank runs."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if rows < 1 or capacity < 1:
+            raise ValueError(f"a cache needs at least one row and one token: {rows} rows, capacity {capacity}")
+        self.rows, self.capacity = rows, capacity
+        # Zeros, not empty: a masked slot still enters a product, and 0 * NaN is NaN.
+        self.keys = [torch.zeros(rows, heads, capacity, width, dtype=dtype, device=device) for heads, width in shapes]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._last_start = [0] * rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row holds."""
+        return [len(tokens) for tokens in self.tokens]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, used or not."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def begin(self, pass_: Pass) -> None:
+        """Once a pass, before its first layer: move together what a tree keeps, cut each row to its span's start, enter the ids."""
+        for row, slots in (pass_.keep or {}).items():
+            self._keep(row, slots)
+        for row, start, count in pass_.spans:
+            if not 0 <= row < self.rows:
+                raise ValueError(f"row {row} of a cache of {self.rows} rows")
+            if start > len(self.tokens[row]):
+                raise ValueError(f"row {row} holds {len(self.tokens[row])} tokens: a pass cannot start at {start}")
+            if start + count > self.capacity:
+                raise ValueError(f"row {row}: {start} + {count} tokens do not fit a cache of {self.capacity}")
+        ids = pass_.ids.tolist()
+        for at, (row, start, count) in zip(pass_.offsets, pass_.spans):
+            del self.tokens[row][start:]
+            self.tokens[row] += ids[at : at + count]
+            self._last_start[row] = start
+
+    def append(self, layer: int, pass_: Pass, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write a layer's keys and values [N, K, h] of the pass that `begin` announced."""
+        if len(pass_.spans) > 1 and all(span.count == 1 for span in pass_.spans):
+            rows, starts = pass_.once("one token a row", lambda: _indices(pass_, k.device))
+            self.keys[layer][rows, :, starts] = k
+            self.values[layer][rows, :, starts] = v
+            return
+        for at, (row, start, count) in zip(pass_.offsets, pass_.spans):
+            self.keys[layer][row, :, start : start + count] = k[at : at + count].transpose(0, 1)
+            self.values[layer][row, :, start : start + count] = v[at : at + count].transpose(0, 1)
+
+    def read(self, layer: int, rows: tuple[int, ...], first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, K, end - first, h] of these rows: a view where the rows are neighbours, else a copy."""
+        neighbours = rows == tuple(range(rows[0], rows[0] + len(rows)))
+        which = slice(rows[0], rows[0] + len(rows)) if neighbours else list(rows)
+        return self.keys[layer][which, :, first:end], self.values[layer][which, :, first:end]
+
+    def export(self, row: int) -> RowState:
+        """A copy of a row, for a hand-over to another cache."""
+        length = len(self.tokens[row])
+        return RowState(
+            list(self.tokens[row]),
+            [keys[row, :, :length].clone() for keys in self.keys],
+            [values[row, :, :length].clone() for values in self.values],
+        )
+
+    def load(self, row: int, state: RowState) -> None:
+        """Put an exported row in place of what this row held."""
+        length = len(state.tokens)
+        mine = [tuple(keys[row, :, :length].shape) for keys in self.keys]
+        theirs = [tuple(keys.shape) for keys in state.keys]
+        if length > self.capacity or mine != theirs:
+            raise ValueError(f"a row of {length} tokens and {theirs} does not fit a cache of {self.capacity} and {mine}")
+        for target, source in zip((*self.keys, *self.values), (*state.keys, *state.values)):
+            target[row, :, :length] = source
+        self.tokens[row] = list(state.tokens)
+        self._last_start[row] = length
+
+    def _keep(self, row: int, slots: list[int]) -> None:
+        """Of the row's last span, keep only these of its tokens, moved together."""
+        start = self._last_start[row]
+        source = [start + slot for slot in slots]
+        end = start + len(slots)
+        for x in (*self.keys, *self.values):
+            x[row, :, start:end] = x[row, :, source]  # the right side is a copy, so overlap does no harm
+        self.tokens[row] = self.tokens[row][:start] + [self.tokens[row][at] for at in source]
+
+
+def _indices(pass_: Pass, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, starts = [span.row for span in pass_.spans], [span.start for span in pass_.spans]
+    return torch.tensor(rows, device=device), torch.tensor(starts, device=device)

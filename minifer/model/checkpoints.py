@@ -1,0 +1,85 @@
+"""Tensors of a Hugging Face folder, read box by box.
+
+Which files hold what is said by the index, or there is a single model.safetensors; stray files beside them are not looked
+at. All of it is checked on opening: a missing or cut-off shard is found before any number is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .weights import Box
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+READABLE = {"F64", "F32", "F16", "BF16"}
+REOPEN_BYTES = 64 << 20
+
+
+class SafetensorsFolder:
+    """The tensors of a folder. shapes: {name: shape}."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = _files(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self.files.values())):
+            self._list(file)
+        lost = sorted(self.files.keys() - self.shapes.keys())
+        if lost:
+            raise ValueError(
+                f"{INDEX} places {lost[0]} in {self.files[lost[0]]}, which does not hold it ({len(lost)} such tensors)"
+            )
+        self._open: tuple[str, Any] | None = None
+        self._since_open = 0
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, on the CPU, in the dtype of the file.
+
+        The file is mapped into memory, so what was read stays there as long as the file is open: it is closed and opened
+        again every REOPEN_BYTES, else loading would need the model twice.
+        """
+        file = self.files[name]
+        if self._open is None or self._open[0] != file or self._since_open > REOPEN_BYTES:
+            self._open = None  # the old mapping goes before the new one comes
+            self._open, self._since_open = (file, safe_open(self.folder / file, "pt")), 0
+        part = self._open[1].get_slice(name)[tuple(slice(*bounds) for bounds in box)]
+        self._since_open += part.nbytes
+        return part
+
+    def _list(self, file: str) -> None:
+        """Enter the shapes of the tensors that this file is to hold."""
+        path = self.folder / file
+        if not path.is_file():
+            raise FileNotFoundError(f"{INDEX} names {file}, which is not in {self.folder}")
+        try:
+            opened = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or cut off: {error}") from None
+        held = opened.keys()
+        if not self.files or self.files.get("") == file:
+            self.files = dict.fromkeys(held, file)
+        for name in held:
+            if self.files.get(name) == file:
+                part = opened.get_slice(name)
+                if part.get_dtype() not in READABLE:
+                    raise ValueError(f"{name} is stored as {part.get_dtype()}; supported: {', '.join(sorted(READABLE))}")
+                self.shapes[name] = tuple(part.get_shape())
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """{tensor name: file name}; {"": file} where a single file holds all."""
+    index = folder / INDEX
+    if index.is_file():
+        return dict(json.loads(index.read_text())["weight_map"])
+    if (folder / SINGLE).is_file():
+        return {"": SINGLE}
+    present = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    raise FileNotFoundError(
+        f"{folder} holds neither {SINGLE} nor {INDEX} (weights found: {', '.join(present) or 'none'}); "
+        "only safetensors and GGUF are read, never a pickle"
+    )

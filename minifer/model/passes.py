@@ -1,0 +1,126 @@
+"""What the loop hands to the model, and what it gets back.
+
+A *pass* runs N tokens of some rows through the model once. The tokens of all rows lie flat behind each other, so a pass
+over one long prompt, over one token of each of 32 rows, or over 5 draft tokens of one row and 2 of another is the same
+thing, and nothing but attention ever pads:
+
+    ids      [ 11 12 13 14 | 21 | 31 32 ]        N = 7
+    spans    (row 0, start 0, count 4)  (row 1, start 9, count 1)  (row 2, start 5, count 2)
+    wanted   [ 3, 4, 6 ]                         the tokens whose successor somebody asks for
+
+Everything here is host data (lists, integers, a CPU tensor): which keys a token may see, how long a row is and where its
+tokens go is known without reading a device.
+
+Letters: N tokens of a pass, W wanted tokens, R rows of the batch, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one row. `start` is also the length to which the row's cache is cut before the pass."""
+
+    row: int
+    start: int
+    count: int  # type: ignore[assignment]  # a tuple's own method of this name is not needed
+
+
+@dataclass(frozen=True)
+class Pass:
+    """N tokens of some rows, each row at most once.
+
+    ids: int64 [N] on the CPU. spans: whose tokens they are, in the order of ids. wanted: flat indices of the tokens whose
+    hidden states and logits are wanted. states: numbers of the layers whose output (all N tokens) a drafter reads.
+    parents: only for trees of drafts: for each span, each token's parent as an index in the span (-1: the last token before
+    the span). keep: only after a tree: row -> the slots of its last span that stay, in order; the cache moves them together
+    before this pass.
+    """
+
+    ids: torch.Tensor
+    spans: tuple[Span, ...]
+    wanted: tuple[int, ...]
+    states: tuple[int, ...] = ()
+    parents: tuple[tuple[int, ...], ...] | None = None
+    keep: dict[int, list[int]] | None = None
+    # What layers compute once a pass and share: masks, rotary cosines. Empty at first, dies with the pass.
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        total = sum(span.count for span in self.spans)
+        if total != len(self.ids):
+            raise ValueError(f"the spans of a pass hold {total} tokens, its ids {len(self.ids)}")
+        if len({span.row for span in self.spans}) != len(self.spans):
+            raise ValueError(f"a row appears twice in one pass: {[span.row for span in self.spans]}")
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [N] on the CPU: each token's position in its row. In a tree, siblings share one."""
+        if self.parents is None:
+            ranges = [range(span.start, span.start + span.count) for span in self.spans]
+            return torch.tensor([position for one in ranges for position in one])
+        found = []
+        for span, parents in zip(self.spans, self.parents):
+            depth: list[int] = []
+            for parent in parents:
+                depth.append(0 if parent < 0 else depth[parent] + 1)
+            found += [span.start + d for d in depth]
+        return torch.tensor(found)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each span begins in ids."""
+        found, at = [], 0
+        for span in self.spans:
+            found.append(at)
+            at += span.count
+        return tuple(found)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once a pass: the first layer pays, the others share."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+
+class Output:
+    """What a pass gave.
+
+    hidden: [W, D] after the last norm, of the wanted tokens; None on a rank that does not hold the last layer.
+    states: {layer number: [N, D]}, what came out of the layers that the pass asked for.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        pass_: Pass,
+        hidden: torch.Tensor | None = None,
+        states: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.model, self.pass_, self.hidden, self.states = model, pass_, hidden, states
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[W, V] float32. Where the head is sharded this is a collective: call it inside `decide` only."""
+        assert self.hidden is not None, "this rank holds no head: read logits inside decide"
+        return self.model.logits(self.hidden)
+
+    def decide(self, decision: Callable[[Output], torch.Tensor], *shape: int) -> torch.Tensor:
+        """Run `decision(self)` where the output is, and give every rank the same answer: int64 of this shape, on the CPU.
+
+        On a plain model this is the call and nothing else. A technique adds to `model.agreements` how an answer travels.
+        """
+        answer = None if self.hidden is None else decision(self).reshape(shape).cpu()
+        for agree in self.model.agreements:
+            answer = agree(answer, shape)
+        assert answer is not None
+        return answer

@@ -1,0 +1,35 @@
+"""The bundled prompts: six kinds of work, twelve prompts each, written for this project."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from .model.load import data_folder
+from .model.tokenizer import Tokenizer
+
+WORKLOADS = ("code", "documentation", "structured", "translation", "story", "chat")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of one kind. instruction: what a chat model is told before each of them, where the prompt alone would not do."""
+
+    name: str
+    instruction: str
+    prompts: tuple[str, ...]
+
+    def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """Each prompt as ids: as a message to a chat model, as a text to be continued by any other."""
+        if tokenizer.template is None:
+            return [tokenizer.encode(prompt) for prompt in self.prompts]
+        told = [f"{self.instruction}\n\n{prompt}".strip() for prompt in self.prompts]
+        return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in told]
+
+
+def workload(name: str) -> Workload:
+    """One of WORKLOADS."""
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    held = json.loads((data_folder() / "prompts" / f"{name}.json").read_text("utf-8"))
+    return Workload(name, held["instruction"], tuple(held["prompts"]))

@@ -1,0 +1,9 @@
+"""Ranks: start them, run functions on them, see what they do. Knows nothing of models.
+
+`launch` and `Ranks` start processes; `trace` records what they compute, send and wait for.
+"""
+
+from . import trace
+from .launch import RankError, Ranks, launch
+
+__all__ = ["RankError", "Ranks", "launch", "trace"]

@@ -1,0 +1,291 @@
+"""Start ranks, run functions on them, get their results: from a notebook cell, a script, or under torchrun.
+
+    parent ── pipe ── rank 0 ─┐
+           ── pipe ── rank 1 ─┤ one process group: gloo on loopback, NCCL where each rank has a GPU
+           ── pipe ── rank 2 ─┘
+
+    results = launch(function, ranks=3)          # [rank 0's, rank 1's, rank 2's]
+
+    with Ranks(3) as world:                      # the same, and the world stays up between calls
+        results = world.run(function)
+
+Processes come from a fork server that has torch already imported, so the second start is quick. Functions travel by
+cloudpickle: a closure or a cell's function will do. They meet in a file of a private folder: no port is opened but gloo's
+own, on loopback. Under torchrun the ranks exist already: `launch` runs the function here and gathers everybody's result.
+
+If a rank raises, dies or hangs, the world ends: every process is killed, and the caller gets a RankError with that rank's
+traceback. What ranks print is kept and shown when their function has returned, rank by rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, TextIO
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .carry import pack
+from .worker import Reply, World, main, output_file
+
+START_SECONDS = 120  # for processes to start and meet
+GRACE_SECONDS = 0.25  # between the first sign of trouble and the verdict on its cause
+_starting = threading.Lock()
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or hung. rank: which one. Its own exception, where it could be sent, is the cause (`__cause__`)."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Ranks:
+    """A world of `ranks` processes that stays up until `close` (or the end of a `with` block, or of the parent).
+
+    timeout: seconds that a `run` may take unless it says otherwise.
+    """
+
+    def __init__(self, ranks: int, timeout: float = 600) -> None:
+        if ranks < 1:
+            raise ValueError(f"a world has one rank at least, not {ranks}")
+        self.ranks, self.timeout = ranks, timeout
+        self._folder = tempfile.mkdtemp(prefix="minifer-ranks-")
+        self._shown = {(rank, number): 0 for rank in range(ranks) for number in (1, 2)}
+        # A GPU each, or none.
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        world = World(ranks, self._folder, max(1, _cores() // ranks), cuda)
+        self._connections, self._processes = _start(world)
+        self._close = weakref.finalize(self, _end, self._processes, self._connections, self._folder)
+        self._collect("start", START_SECONDS)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run function(*args) on every rank; their results in rank order. Raises RankError, and the world is over then."""
+        if not self._close.alive:
+            raise RuntimeError("this world of ranks is over: start a new one")
+        payload = pack(function, args)
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(payload)
+            except OSError:
+                raise self._failed(rank, self._death(rank)) from None
+        replies = self._collect("run", self.timeout if timeout is None else timeout)
+        self._show_outputs()
+        return [cloudpickle.loads(reply.value) for reply in replies]
+
+    def close(self) -> None:
+        """End all processes."""
+        self._close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _collect(self, what: str, seconds: float) -> list[Reply]:
+        """A reply of every rank, or the end of this world and an error that says whose fault it was."""
+        deadline = time.monotonic() + seconds
+        replies: dict[int, Reply] = {}
+        try:
+            while len(replies) < self.ranks:
+                trouble = self._receive(replies, deadline - time.monotonic())
+                if trouble:
+                    # Others may fail only because this one did, or before it: let all signs come in, then judge.
+                    self._receive_more(replies, GRACE_SECONDS)
+                    raise self._verdict(replies)
+                if time.monotonic() >= deadline:
+                    raise self._hung(what, seconds, replies)
+        except BaseException:
+            self.close()
+            raise
+        return [replies[rank] for rank in range(self.ranks)]
+
+    def _receive(self, replies: dict[int, Reply], seconds: float) -> bool:
+        """Wait for a reply or a death. True if a rank raised or died."""
+        missing = [rank for rank in range(self.ranks) if rank not in replies]
+        sources: dict[Any, int] = {self._connections[rank]: rank for rank in missing}
+        sentinels = {self._processes[rank].sentinel: rank for rank in missing}
+        trouble = False
+        ready: Any
+        for ready in wait([*sources, *sentinels], max(0.0, seconds)):
+            if ready in sources:
+                try:
+                    replies[sources[ready]] = ready.recv()
+                    trouble |= not replies[sources[ready]].ok
+                except (EOFError, OSError):
+                    trouble = True
+            else:
+                trouble |= not self._connections[sentinels[ready]].poll()
+        return trouble
+
+    def _receive_more(self, replies: dict[int, Reply], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while len(replies) < self.ranks and time.monotonic() < end:
+            self._receive(replies, end - time.monotonic())
+            time.sleep(0.01)
+
+    def _verdict(self, replies: dict[int, Reply]) -> RankError:
+        """The cause among the signs: a rank that died, else the lowest one that raised."""
+        for rank, process in enumerate(self._processes):
+            if rank not in replies and not process.is_alive():
+                return self._failed(rank, self._death(rank))
+        rank, reply = next((rank, reply) for rank, reply in sorted(replies.items()) if not reply.ok)
+        error = self._failed(rank, f"rank {rank} raised:\n{reply.text}")
+        with contextlib.suppress(Exception):  # an exception need not survive its journey
+            error.__cause__ = cloudpickle.loads(reply.value) if reply.value else None
+        return error
+
+    def _death(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(1)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        written = self._output(rank, 2).strip()
+        return f"rank {rank} {how}" + (f"; its last words:\n{written[-2000:]}" if written else "")
+
+    def _hung(self, what: str, seconds: float, replies: dict[int, Reply]) -> RankError:
+        """Say which ranks did not come back, and where each of them is."""
+        late = [rank for rank in range(self.ranks) if rank not in replies]
+        if hasattr(signal, "SIGUSR1"):
+            for rank in late:
+                with contextlib.suppress(OSError):
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(GRACE_SECONDS)
+        places = "".join(f"\nrank {rank} is here:\n{_own_frames(self._output(rank, 2))}" for rank in late)
+        names = ", ".join(map(str, late))
+        return self._failed(late[0], f"no answer to {what} within {seconds:g} s from rank {names} of {self.ranks}{places}")
+
+    def _failed(self, rank: int, message: str) -> RankError:
+        self.close()
+        return RankError(rank, message)
+
+    def _output(self, rank: int, number: int) -> str:
+        try:
+            return output_file(self._folder, rank, number).read_text("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def _show_outputs(self) -> None:
+        """What ranks wrote since last time: rank 0's lines, then rank 1's, ..."""
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            for rank in range(self.ranks):
+                text = self._output(rank, number)
+                fresh, self._shown[rank, number] = text[self._shown[rank, number] :], len(text)
+                _show(fresh, rank, stream)
+
+
+def launch(function: Callable[[], Any], ranks: int, timeout: float = 600) -> list[Any]:
+    """Run function() on `ranks` ranks and give their results, in rank order.
+
+    Under torchrun (or inside of a rank) the ranks exist already: every one of them gets all results, and `ranks` must be
+    their number. Raises RankError if a rank raises, dies, or takes more than `timeout` seconds.
+    """
+    if dist.is_initialized() or dist.is_torchelastic_launched():
+        return _launch_here(function, ranks)
+    with Ranks(ranks, timeout) as world:
+        return world.run(function)
+
+
+def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
+    given = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if given != ranks:
+        raise ValueError(f"the function wants {ranks} ranks, but {given} are running")
+    if not dist.is_initialized():
+        local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= here
+        if cuda:
+            torch.cuda.set_device(local)
+        torch.set_num_threads(max(1, _cores() // here))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        weakref.finalize(_launch_here, _leave)  # at the interpreter's end
+    results: list[Any] = [None] * ranks
+    dist.all_gather_object(results, function())
+    return results
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start(world: World) -> tuple[list[Connection], list[Any]]:
+    """The parent's ends of the pipes, and the processes."""
+    method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+    with _starting, _without_main():
+        context = get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload([main.__module__])
+        pipes = [context.Pipe() for _ in range(world.ranks)]
+        ours, theirs = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+        started = mp.start_processes(main, (world, theirs), world.ranks, join=False, daemon=True, start_method=method)
+    for connection in theirs:
+        connection.close()
+    return ours, started.processes
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Starting a process, Python would import the user's script again in it, which a script without a __main__ guard does
+    not survive. Ranks need nothing of it (functions travel by value), so it is not mentioned to them."""
+    module = sys.modules["__main__"]
+    hidden = {name: getattr(module, name) for name in ("__file__", "__spec__") if hasattr(module, name)}
+    try:
+        for name in hidden:
+            setattr(module, name, None)
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(module, name, value)
+
+
+def _end(processes: list[Any], connections: list[Connection], folder: str) -> None:
+    """Ranks that wait for work leave by themselves when their pipe closes; the others are killed."""
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + 0.5
+    idle = all(process.is_alive() for process in processes)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()) if idle else 0)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join(5)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_frames(dump: str) -> str:
+    """Of a stack that faulthandler wrote, innermost frame first, what lies above the worker: the caller's own frames."""
+    frames = dump.rpartition("(most recent call first):")[2].strip("\n").splitlines()
+    mine = [frame for frame in frames if f'{os.sep}worker.py"' in frame]
+    return "\n".join(frames[: frames.index(mine[0])] if mine else frames[:20])
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _show(text: str, rank: int, stream: TextIO) -> None:
+    # torch's own log lines look like "[W1129 12:00:00.1 file.cpp:12] ..." or carry such a head behind "[rank0]:"
+    lines = [line for line in text.splitlines() if not re.match(r"(\[rank\d+\]:)?\s*\[[IWE]\d{4} ", line)]
+    for line in lines:
+        print(f"[rank {rank}] {line}", file=stream)
+    if lines:
+        stream.flush()

@@ -1,0 +1,281 @@
+"""How the bundled model `tiny` was made: next-token training of minifer's own transformer on the standard library.
+
+    documents -> byte-level BPE -> one long row of ids -> random windows -> cross-entropy -> Muon and AdamW
+
+The matrices inside the layers are trained by Muon, which steps along the nearest orthogonal matrix of the momentum and
+needs about half the tokens AdamW does at this size; the embedding (which is also the head) and the norms by AdamW. Most
+steps see windows of 512 tokens, the last fifth windows of 2,048, so that the model knows positions up to there.
+
+A run can be stopped at any moment: it goes on from its last checkpoint. Checkpoints are safetensors and JSON, no pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch.nn import functional as F
+
+from ..model import weights
+from ..model.config import Config, to_dict
+from ..model.passes import Pass, Span
+from ..model.rotary import Rope
+from ..model.transformer import Transformer
+from .corpus import END_OF_TEXT, documents, is_held_out, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run depends on, apart from the machine's standard library and its arithmetic."""
+
+    vocabulary: int = 4096
+    width: int = 256
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    inner: int = 640
+    context: int = 2048
+    steps: int = 3000
+    tokens_per_step: int = 4096
+    window: int = 512
+    long_share: float = 0.2  # of the steps, at the end, with windows of `context` tokens
+    muon_rate: float = 0.01
+    adam_rate: float = 0.003
+    warm_up: int = 60
+    decay_share: float = 0.45  # of the steps, at the end, over which the rates fall to zero
+    weight_decay: float = 0.05
+    seed: int = 0
+
+    def config(self) -> Config:
+        """The model's shape: a plain Llama."""
+        return Config(
+            family="llama",
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            inner=self.inner,
+            vocabulary=self.vocabulary,
+            context=self.context,
+            rope=Rope(10000.0),
+            norm_eps=1e-5,
+            tied=True,
+            end_ids=(0,),
+        )
+
+
+def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100) -> dict:
+    """Train, or go on training, and write a Hugging Face folder: config, tokenizer, bfloat16 weights, report.json.
+
+    work: where corpus, checkpoints and the log stay between runs. Returns the report.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    _same_recipe(work, recipe)
+    tokenizer, ids, held_out = prepare(work, recipe)
+    model = Transformer(recipe.config())
+    weights.initialise(model, torch.float32, "cpu", recipe.seed)
+    optimizers = make_optimizers(model, recipe)
+    step, seconds = _resume(work, model, optimizers)
+    started, losses = time.perf_counter(), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress, open(work / "log.jsonl", "a") as log:
+        bar = progress.add_task("training", total=recipe.steps, completed=step)
+        while step < recipe.steps:
+            losses.append(train_step(model, optimizers, batch_of(ids, recipe, step), recipe, step))
+            step += 1
+            progress.update(bar, completed=step, description=f"training, loss {np.mean(losses[-50:]):.3f}")
+            if step % checkpoint_every == 0 or step == recipe.steps:
+                so_far = seconds + time.perf_counter() - started
+                entry = {"step": step, "loss": round(float(np.mean(losses[-checkpoint_every:])), 4), "seconds": round(so_far)}
+                log.write(json.dumps(entry) + "\n")
+                log.flush()
+                _save(work, model, optimizers, step, so_far)
+    total = json.loads((work / "progress.json").read_text())["seconds"]
+    report = make_report(model, tokenizer, held_out, recipe, total)
+    export(model, tokenizer, folder, report)
+    return report
+
+
+def prepare(work: Path, recipe: Recipe) -> tuple[Tokenizer, np.ndarray, dict[str, str]]:
+    """The tokenizer, the training ids (uint16, every document followed by END_OF_TEXT) and the held-out documents."""
+    texts = documents()
+    held_out = {name: text for name, text in texts.items() if is_held_out(name)}
+    training = [text for name, text in texts.items() if not is_held_out(name)]
+    if not (work / "ids.npy").is_file():
+        tokenizer = train_tokenizer(training, recipe.vocabulary)
+        end = int(tokenizer.token_to_id(END_OF_TEXT))
+        rows = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(training)]
+        tokenizer.save(str(work / "tokenizer.json"))
+        np.save(work / "ids.npy", np.array([i for row in rows for i in row], dtype=np.uint16))
+    return Tokenizer.from_file(str(work / "tokenizer.json")), np.load(work / "ids.npy"), held_out
+
+
+def batch_of(ids: np.ndarray, recipe: Recipe, step: int) -> torch.Tensor:
+    """int64 [rows, window + 1], windows drawn by (seed, step) alone: a resumed run sees the same ones."""
+    is_long = step >= recipe.steps * (1 - recipe.long_share)
+    window = recipe.context if is_long else recipe.window
+    rows = max(1, recipe.tokens_per_step // window)
+    starts = np.random.default_rng((recipe.seed, step)).integers(0, len(ids) - window - 1, rows)
+    return torch.from_numpy(np.stack([ids[start : start + window + 1] for start in starts]).astype(np.int64))
+
+
+def loss_of(model: Transformer, batch: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each window's next tokens. batch: [rows, window + 1]."""
+    rows, window = batch.shape[0], batch.shape[1] - 1
+    spans = tuple(Span(row, 0, window) for row in range(rows))
+    output = model(Pass(batch[:, :-1].reshape(-1), spans, tuple(range(rows * window))))
+    return F.cross_entropy(output.logits, batch[:, 1:].reshape(-1))
+
+
+def make_optimizers(model: Transformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    inside = [parameter for layer in model.layers for parameter in layer.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if all(parameter is not other for other in inside)]
+    muon = torch.optim.Muon(inside, lr=recipe.muon_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def train_step(
+    model: Transformer, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor, recipe: Recipe, step: int
+) -> float:
+    """One step; returns its loss. Rates rise over warm_up steps, stay, and fall linearly over the last decay_share."""
+    decay = recipe.steps * recipe.decay_share
+    share = min(1.0, (step + 1) / recipe.warm_up, (recipe.steps - step) / decay)
+    for optimizer, rate in zip(optimizers, (recipe.muon_rate, recipe.adam_rate)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * share
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Iterator[str] | list[str], window: int) -> float:
+    """Cross-entropy in bits over the UTF-8 bytes of the texts, each read in windows that begin with END_OF_TEXT."""
+    bits, size = 0.0, 0
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    with torch.inference_mode():
+        for text in texts:
+            ids = [end, *tokenizer.encode(text).ids]
+            size += len(text.encode())
+            for start in range(0, len(ids) - 1, window):
+                part = torch.tensor([ids[start : start + window + 1]])
+                bits += float(loss_of(model, part)) * (part.shape[1] - 1) / math.log(2)
+    return bits / size
+
+
+def make_report(model: Transformer, tokenizer: Tokenizer, held_out: dict[str, str], recipe: Recipe, seconds: float) -> dict:
+    """What was trained, for how long, how well it does on files it never saw, and how it continues a few prompts."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    groups = {
+        "library": [text for name, text in held_out.items() if not name.startswith(("test/", "pydoc_data/"))],
+        "tests": [text for name, text in held_out.items() if name.startswith("test/")],
+        "prose": [text for name, text in held_out.items() if name.startswith("pydoc_data/")],
+    }
+    scores = {name: round(bits_per_byte(model, tokenizer, texts, recipe.window), 3) for name, texts in groups.items() if texts}
+    return {
+        "recipe": asdict(recipe),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens_seen": recipe.steps * recipe.tokens_per_step,
+        "minutes": round(seconds / 60, 1),
+        "held_out_files": len(held_out),
+        "held_out_bits_per_byte": scores,
+        "samples": {prompt: sample(model, tokenizer, prompt) for prompt in SAMPLE_PROMPTS},
+    }
+
+
+SAMPLE_PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "import os\n\nfor name in os.listdir(path):\n    ",
+    "    def test_add(self):\n        self.assertEqual(",
+)
+
+
+def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, count: int = 64) -> str:
+    """A greedy continuation, with a cache and nothing else: training must not lean on the loops that it serves."""
+    ids = tokenizer.encode(prompt).ids
+    cache, length = model.new_cache(1, len(ids) + count), 0
+    with torch.inference_mode():
+        for _ in range(count):
+            part = torch.tensor(ids[length:])
+            output = model(Pass(part, (Span(0, length, len(part)),), (len(part) - 1,)), cache)
+            length = len(ids)
+            ids.append(int(output.logits.argmax()))
+    return tokenizer.decode(ids)[len(prompt) :]
+
+
+def export(model: Transformer, tokenizer: Tokenizer, folder: Path, report: dict) -> None:
+    """A folder that minifer, and transformers, load by name."""
+    config = to_dict(model.config) | {"dtype": "bfloat16", "bos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    special = {"eos_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.context}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(weights.collect(model, torch.bfloat16), folder / "model.safetensors", {"format": "pt"})
+    (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def _same_recipe(work: Path, recipe: Recipe) -> None:
+    """A work folder belongs to one recipe."""
+    path = work / "recipe.json"
+    if path.is_file() and json.loads(path.read_text()) != asdict(recipe):
+        raise ValueError(f"{work} holds a run of another recipe: give another --work, or remove it")
+    path.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+
+
+def _state_tensors(model: Transformer, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Parameters and what the optimizers remember of them, under flat names. Live tensors, not copies."""
+    tensors = {f"model.{at}": parameter.detach() for at, parameter in enumerate(model.parameters())}
+    for which, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for at, parameter in enumerate(parameters):
+            for key, value in optimizer.state[parameter].items():
+                tensors[f"optimizer.{which}.{at}.{key}"] = value
+    return tensors
+
+
+def _save(work: Path, model: Transformer, optimizers: list[torch.optim.Optimizer], step: int, seconds: float) -> None:
+    """The new checkpoint stands complete before the old one goes."""
+    save_file({k: v.clone() for k, v in _state_tensors(model, optimizers).items()}, work / "new.safetensors")
+    (work / "new.safetensors").replace(work / f"step-{step}.safetensors")
+    (work / "new.json").write_text(json.dumps({"step": step, "seconds": seconds}))
+    (work / "new.json").replace(work / "progress.json")
+    for old in work.glob("step-*.safetensors"):
+        if old.name != f"step-{step}.safetensors":
+            old.unlink()
+
+
+def _resume(work: Path, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
+    """(steps done, seconds spent), with the checkpoint's numbers in place."""
+    if not (work / "progress.json").is_file():
+        return 0, 0.0
+    progress = json.loads((work / "progress.json").read_text())
+    tensors = load_file(work / f"step-{progress['step']}.safetensors")
+    for at, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(tensors[f"model.{at}"])
+    for which, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for at, parameter in enumerate(parameters):
+            prefix = f"optimizer.{which}.{at}."
+            optimizer.state[parameter] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+    return progress["step"], progress["seconds"]
