@@ -156,6 +156,7 @@ def tour(
             world.close()
     results = [_judge(stop, runs[stop.name], runs[STOPS[0].name], dtype) for stop in STOPS]
     console.print(_table(results))
+    console.print("[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'. × plain: of paired runs.[/]")
     for result in results:
         if result.difference:
             console.print(f"{result.name}: {result.difference}")
@@ -247,22 +248,18 @@ def _margins(run: list[Run]) -> dict[int, list[float]]:
 
 def _table(results: list[Result]) -> Table:
     table = Table(title="every technique against plain decoding")
-    table.add_column("technique")
-    table.add_column("ranks", justify="right")
-    table.add_column("same ids")
-    table.add_column("tokens\na pass", justify="right")
-    table.add_column("collectives\na token", justify="right")
-    table.add_column("payload bytes\na token", justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("× plain", justify="right")
+    table.add_column("technique", no_wrap=True)
+    table.add_column("same ids", no_wrap=True)
+    for column in ("ranks", "tokens\n/pass", "calls\n/token", "bytes\n/token", "tokens\n/s", "×\nplain"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             result.name,
-            str(result.ranks),
             "[green]yes[/]" if result.exact else "[red]NO[/]",
+            str(result.ranks),
             f"{result.tokens_per_pass:.2f}",
-            f"{result.collectives:.3f}",
-            f"{result.payload_bytes:,.1f}",
+            f"{result.collectives:.2f}",
+            f"{result.payload_bytes:,.0f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.ratio:.2f}",
         )

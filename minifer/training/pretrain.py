@@ -115,7 +115,7 @@ def prepare(work: Path, recipe: Recipe) -> tuple[Tokenizer, np.ndarray, dict[str
     training = [text for name, text in texts.items() if not is_held_out(name)]
     if not (work / "ids.npy").is_file():
         tokenizer = train_tokenizer(training, recipe.vocabulary)
-        end = int(tokenizer.token_to_id(END_OF_TEXT))
+        [end] = tokenizer.encode(END_OF_TEXT).ids
         rows = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(training)]
         tokenizer.save(str(work / "tokenizer.json"))
         np.save(work / "ids.npy", np.array([i for row in rows for i in row], dtype=np.uint16))
