@@ -11,7 +11,7 @@ embedding where Hugging Face pairs row i with row i + h/2, so its converter inte
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
         self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
         factors = self._tensors.pop("rope_freqs.weight", None)
-        self.config = _config(self.metadata, tied="lm_head.weight" not in self._tensors, ignore=ignore)
+        self.config = _config(self.metadata, self._tensors.keys(), ignore)
         self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         if factors is not None:  # Llama 3.1: how much slower each pair turns, as numbers
             self._tensors["rope_freqs.weight"] = factors
@@ -113,7 +113,8 @@ def _hugging_face_name(name: str) -> str:
     return OUTER.get(name, name)
 
 
-def _config(metadata: dict[str, Any], tied: bool, ignore: Sequence[str]) -> Config:
+def _config(metadata: dict[str, Any], tensors: Collection[str], ignore: Sequence[str]) -> Config:
+    """The header's numbers; whether there is a head of its own, and biases, only the tensors tell."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise ValueError(f"GGUF architecture {architecture!r} is not supported; supported: llama")
@@ -140,7 +141,10 @@ def _config(metadata: dict[str, Any], tied: bool, ignore: Sequence[str]) -> Conf
         context=options["context_length"],
         rope=_rope(options),
         norm_eps=options["attention.layer_norm_rms_epsilon"],
-        tied=tied,
+        tied="lm_head.weight" not in tensors,
+        qkv_bias="model.layers.0.self_attn.q_proj.bias" in tensors,
+        output_bias="model.layers.0.self_attn.o_proj.bias" in tensors,
+        mlp_bias="model.layers.0.mlp.gate_proj.bias" in tensors,
         end_ids=tuple(dict.fromkeys([end, *ends] if end is not None else ends)),
     )
 

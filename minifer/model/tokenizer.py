@@ -135,6 +135,10 @@ def from_gguf(metadata: dict[str, Any]) -> Tokenizer:
 def _byte_level(options: dict[str, Any]) -> tokenizers.Tokenizer:
     vocabulary = {token: at for at, token in enumerate(options["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in options["merges"]]
+    for left, right in merges:  # the library below would not survive one
+        for token in (left, right, left + right):
+            if token not in vocabulary:
+                raise ValueError(f"the tokenizer's merge {left + ' ' + right!r} needs what it lacks: there is no token {token!r}")
     kind = options.get("pre")
     core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
     if kind == "gpt-2":
