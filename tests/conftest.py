@@ -28,6 +28,7 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
             worlds.pop(ranks).close()
             raise
 
+    run.processes = lambda: {process.pid for world in worlds.values() for process in world._processes}  # type: ignore[attr-defined]
     yield run
     for world in worlds.values():
         world.close()

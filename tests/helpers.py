@@ -111,7 +111,7 @@ class ScriptedModel:
         return Output(self, pass_, pass_.ids[list(pass_.wanted)], {})  # type: ignore[arg-type]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(len(hidden), self.config.vocabulary)
+        logits = torch.ones(len(hidden), self.config.vocabulary)
         for row, token in enumerate(hidden.tolist()):
             logits[row, self.table.get(token, 0)] = 5.0
         return logits
