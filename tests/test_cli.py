@@ -1,0 +1,57 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+import minifer
+from minifer import cli
+
+
+def test_generate_streams_what_generate_returns(capsys):
+    model, tokenizer = minifer.load("tiny")
+    assert cli.main(["generate", "tiny", "import os\n", "-n", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "import os\n" + minifer.generate(model, tokenizer, "import os\n", 12) + "\n"
+    assert "12 tokens" in err and "tokens/s" in err
+
+
+def test_generate_from_standard_input_with_a_seed_and_a_stop(capsys, monkeypatch):
+    outs = []
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))
+        assert cli.main(["generate", "tiny", "-", "-n", "30", "--temperature", "0.9", "--seed", "3", "--stop", "\n", "--quiet"]) == 0
+        outs.append(capsys.readouterr())
+    assert outs[0] == outs[1] and outs[0].err == "" and outs[0].out.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "tinny", "x"], "no model 'tinny'"),
+        (["generate", "tiny", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "tiny", "x", "--chat"], "no chat template"),
+        (["generate", "tiny", "x", "--system", "y"], "--system goes with --chat"),
+        (["generate", "tiny", "x", "-n", "5000"], "exceed the model's context of 2048"),
+        (["generate", "tiny", ""], "empty"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.startswith("minifer: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [[], ["tour"], ["generate"], ["train"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--help"])
+    assert left.value.code == 0 and len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_bad_numbers(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["tour", "--tokens", "0"])
+    assert left.value.code == 2 and "0 is not positive" in capsys.readouterr().err

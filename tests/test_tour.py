@@ -1,0 +1,80 @@
+"""The tour: its verdicts, its numbers, its exit code."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from minifer import cli, tour
+from minifer.batch import Completion
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """One short tour: (results, what it printed)."""
+    paper = io.StringIO()
+    results = tour.tour("tiny", tokens=8, per_workload=1, repeats=1, console=Console(file=paper, width=80))
+    return results, paper.getvalue()
+
+
+def test_every_technique_is_exact_and_measured(seen):
+    results, _ = seen
+    assert [(result.name, result.ranks) for result in results] == [("autoregressive decode", 1), ("data parallelism", 2)]
+    for result in results:
+        assert result.exact and result.difference == ""
+        assert result.tokens_per_pass == pytest.approx(1.0) and result.tokens_per_second > 0
+    plain, replicas = results
+    assert (plain.collectives, plain.payload_bytes, plain.ratio) == (0, 0, 1)
+    assert replicas.collectives == pytest.approx(2 / 48) and replicas.payload_bytes > 0  # two gathers, 6 prompts of 8 tokens
+
+
+def test_the_table_fits_a_terminal(seen):
+    text = seen[1]
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    assert "autoregressive decode" in text and text.count("yes") == 2 and "def moving_average" in text
+
+
+def completion(*ids: int) -> Completion:
+    return Completion(list(ids), None, "length", 3, 0.1, 0.1, 1.0)
+
+
+def run(*texts: tuple[int, ...], margin: float = 9.0) -> tour.Run:
+    margins = {number: [margin] * len(ids) for number, ids in enumerate(texts)}
+    return tour.Run([completion(*ids) for ids in texts], 1.0, 6, margins, tour.trace.Record())
+
+
+@pytest.mark.parametrize(
+    ("other", "margin", "dtype", "exact", "told"),
+    [
+        (((1, 2), (3, 4)), 9.0, torch.float32, True, ""),
+        (((1, 2), (3, 5)), 9.0, torch.float32, False, "DIFFERS: first at prompt 1, token 1: plain 4 (margin 9.0000), here 5"),
+        (((1, 2), (3, 5)), 0.1, torch.float32, False, "DIFFERS"),  # float32 forgives nothing
+        (((1, 2), (3, 5)), 0.1, torch.bfloat16, True, "a tie within 0.25: first at prompt 1, token 1"),
+        (((1, 2), (3, 5)), 0.3, torch.bfloat16, False, "DIFFERS"),
+        (((1, 2), (3,)), 9.0, torch.float32, False, "plain 4 (margin 9.0000), here None"),
+    ],
+)
+def test_verdicts(other, margin, dtype, exact, told):
+    stop = tour.Stop("x", 1, tour.plain)
+    result = tour._judge(stop, [[run(*other, margin=margin)]], [[run((1, 2), (3, 4))]], dtype)
+    assert result.exact is exact and told in result.difference
+
+
+def spoilt(model, prompts, tokens):
+    """Data parallelism that gets one token of one prompt wrong on rank 1."""
+    given = tour.replicas(model, prompts, tokens)
+    if dist.get_rank() == 1:
+        given.completions[-1].ids[-1] += 1
+    return given
+
+
+def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys):
+    stops = (tour.STOPS[0], tour.Stop("spoilt", 2, spoilt))
+    monkeypatch.setattr(tour, "STOPS", stops)
+    assert cli.main(["tour", "--tokens", "4", "--prompts", "1", "--repeats", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "NO" in out and "DIFFERS: first at prompt 5, token 3" in out
