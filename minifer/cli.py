@@ -56,13 +56,20 @@ def _tour(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
     parser.add_argument("--prompts", type=_positive, default=2, metavar="N", help="of each of the six workloads, 1-12 (default: 2)")
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs of each technique, alternated (default: 3)")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        default=Path("minifer-tour.png"),
+        help="what each rank did (default: minifer-tour.png)",
+    )
     parser.set_defaults(run=_run_tour)
 
 
 def _run_tour(options: argparse.Namespace) -> int:
     from .tour import tour
 
-    results = tour(options.model, DTYPES[options.dtype], options.tokens, options.prompts, options.repeats)
+    results = tour(options.model, DTYPES[options.dtype], options.tokens, options.prompts, options.repeats, options.picture)
     return 0 if all(result.exact for result in results) else 1
 
 

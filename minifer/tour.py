@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from . import data_parallel, decode
+from . import data_parallel, decode, viz
 from .batch import Completion
 from .model.load import load
 from .model.passes import Pass
@@ -125,12 +126,14 @@ def tour(
     tokens: int = 32,
     per_workload: int = 2,
     repeats: int = 3,
+    picture: Path | None = None,
     console: Console | None = None,
 ) -> list[Result]:
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
     dtype: float32 must give the same ids. In bfloat16 a first difference is forgiven where one of the runs was as good as
     undecided (LARGEST_TIE). repeats: how often each stop is run; the table's speeds are medians.
+    picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one beside it on a dark ground.
     """
     console = console or Console()
     model, tokenizer = load(name, dtype)
@@ -156,10 +159,17 @@ def tour(
             world.close()
     results = [_judge(stop, runs[stop.name], runs[STOPS[0].name], dtype) for stop in STOPS]
     console.print(_table(results))
-    console.print("[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'. × plain: of paired runs.[/]")
+    console.print(
+        "[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'. × plain: of paired runs.[/]"
+    )
     for result in results:
         if result.difference:
             console.print(f"{result.name}: {result.difference}")
+    if picture is not None:
+        panels = [_title(result, runs[result.name][0]) for result in results]
+        for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
+            viz.timelines(panels, dark).savefig(file)
+        console.print(f"[dim]what each rank did: {picture}[/]")
     _show_one(console, tokenizer.decode(prompts[0]), tokenizer.decode(runs[STOPS[0].name][0][0].completions[0].ids))
     return results
 
@@ -264,6 +274,12 @@ def _table(results: list[Result]) -> Table:
             f"{result.ratio:.2f}",
         )
     return table
+
+
+def _title(result: Result, run: list[Run]) -> tuple[str, list[trace.Record]]:
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+    title = f"{result.name}, {ranks}: {result.tokens_per_second:,.0f} tokens/s"
+    return title, [one.record for one in run if one.record is not None]
 
 
 def _show_one(console: Console, prompt: str, answer: str) -> None:

@@ -36,7 +36,7 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(family): a Hugging Face folder of that family, written by transformers. checkpoint.reference(family): its model."""
+    """checkpoint(family): a folder of that family, written by transformers. checkpoint.reference(family): its model."""
     folders: dict[str, Path] = {}
     models: dict[str, Any] = {}
 

@@ -99,7 +99,9 @@ def naive_greedy(model: Transformer, prompt: list[int], count: int) -> list[int]
 class ScriptedModel:
     """Next-token logits depend on the last token only, by a table {token: next token}. It also keeps the passes it saw."""
 
-    def __init__(self, table: dict[int, int], vocabulary: int = 16, context: int = 64, end_ids: tuple[int, ...] = (), **times: float):
+    def __init__(
+        self, table: dict[int, int], vocabulary: int = 16, context: int = 64, end_ids: tuple[int, ...] = (), **times: float
+    ):
         self.config = SimpleNamespace(vocabulary=vocabulary, context=context, end_ids=end_ids)
         self.table, self.agreements, self.passes, self.times = table, [], [], times
 

@@ -13,7 +13,16 @@ import minifer
 ROOT = Path(minifer.__file__).parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 TECHNIQUES = {
-    *("decode", "mtp", "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel", "data_parallel", "disaggregation"),
+    *(
+        "decode",
+        "mtp",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+        "context_parallel",
+        "data_parallel",
+        "disaggregation",
+    ),
 }
 
 

@@ -22,7 +22,9 @@ def test_generate_from_standard_input_with_a_seed_and_a_stop(capsys, monkeypatch
     outs = []
     for _ in range(2):
         monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))
-        assert cli.main(["generate", "tiny", "-", "-n", "30", "--temperature", "0.9", "--seed", "3", "--stop", "\n", "--quiet"]) == 0
+        assert (
+            cli.main(["generate", "tiny", "-", "-n", "30", "--temperature", "0.9", "--seed", "3", "--stop", "\n", "--quiet"]) == 0
+        )
         outs.append(capsys.readouterr())
     assert outs[0] == outs[1] and outs[0].err == "" and outs[0].out.count("\n") <= 2
 

@@ -202,8 +202,9 @@ TEXTS = ["def f(x):\n    return x + 1234\n", "It's   a test—naïve 日本 👍
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_a_byte_level_tokenizer_comes_back_from_its_gguf(pre):
-    from minifer.model.tokenizer import PATTERNS
     from tokenizers import Regex
+
+    from minifer.model.tokenizer import PATTERNS
 
     core = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
@@ -212,7 +213,8 @@ def test_a_byte_level_tokenizer_comes_back_from_its_gguf(pre):
     core.pre_tokenizer, core.decoder = pre_tokenizers.Sequence([*before, level]), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
-        TEXTS * 3, trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "<end>"], initial_alphabet=alphabet, show_progress=False)
+        TEXTS * 3,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "<end>"], initial_alphabet=alphabet, show_progress=False),
     )
     import json
 
@@ -263,7 +265,7 @@ def test_a_sentencepiece_tokenizer_comes_back_from_its_gguf(tmp_path):
             "tokenizer.ggml.unknown_token_id": 0,
         }
     )
-    for text in [line for text in TEXTS for line in text.splitlines()] + ["hello unseen ω words", "x  y"]:
+    for text in [*lines[: len(lines) // 20], "hello unseen ω words", "x  y"]:
         if text:
             assert ours.encode(text) == [1, *piece.encode(text)], text
             assert ours.decode(ours.encode(text)) == text

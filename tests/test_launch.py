@@ -216,7 +216,7 @@ def test_rt_03_eight_worlds_at_the_same_moment():
 def test_again_and_again_and_with_another_size():
     for ranks in (2, 2, 4, 1):
         assert launch(dist.get_rank, ranks) == list(range(ranks))
-    
+
 
 def test_nothing_listens_beyond_loopback(on_ranks):
     def listening():
@@ -369,7 +369,10 @@ def test_rt_09_operations_that_gloo_has_for_a_dtype(on_ranks, ranks, dtype):
         outcomes = {one[name] for one in results}
         if outcomes != {True}:
             # Not there: then on every rank, with an error that says so.
-            assert all(isinstance(one[name], str) and re.search("nsupported|[Ii]nvalid", one[name]) for one in results), (name, outcomes)
+            assert all(isinstance(one[name], str) and re.search("nsupported|[Ii]nvalid", one[name]) for one in results), (
+                name,
+                outcomes,
+            )
             assert dtype == torch.bool and name in ("all_reduce", "reduce_scatter"), (name, outcomes)
 
 

@@ -45,7 +45,9 @@ def test_a_file_of_another_kind(tmp_path):
 
 def test_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="'nobody/no-such-model' is neither a local folder nor in the local Hugging Face cache"):
+    with pytest.raises(
+        FileNotFoundError, match="'nobody/no-such-model' is neither a local folder nor in the local Hugging Face cache"
+    ):
         minifer.load("nobody/no-such-model")
 
 

@@ -18,7 +18,8 @@ def support(**options) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("top_p", "wanted"), [(0.39, {0}), (0.41, {0, 1}), (0.69, {0, 1}), (0.71, {0, 1, 2}), (1.0, {0, 1, 2, 3}), (1e-9, {0}), (0.0, {0})]
+    ("top_p", "wanted"),
+    [(0.39, {0}), (0.41, {0, 1}), (0.69, {0, 1}), (0.71, {0, 1, 2}), (1.0, {0, 1, 2, 3}), (1e-9, {0}), (0.0, {0})],
 )
 def test_dec_07_top_p(top_p, wanted):
     assert support(top_p=top_p) == wanted
@@ -30,7 +31,9 @@ def test_dec_07_one_hot(top_p):
     assert distributions(one_hot, [Sampling(1.0, top_p=top_p)])[0].tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize(("top_k", "wanted"), [(10, {0, 1, 2, 3}), (0, {0, 1, 2, 3}), (None, {0, 1, 2, 3}), (1, {0}), (3, {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("top_k", "wanted"), [(10, {0, 1, 2, 3}), (0, {0, 1, 2, 3}), (None, {0, 1, 2, 3}), (1, {0}), (3, {0, 1, 2})]
+)
 def test_dec_07_top_k(top_k, wanted):
     assert support(top_k=top_k) == wanted
 
@@ -50,8 +53,14 @@ def test_values_after_temperature_and_cuts():
 
 
 def test_equal_to_transformers():
-    from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     torch.manual_seed(0)
     logits, text = torch.randn(1, 50) * 3, [3, 7, 7, 20]

@@ -68,7 +68,11 @@ def test_answer_prompt_and_templates_of_several_places(folder):
 
 def test_a_template_runs_in_a_sandbox(folder):
     tokenizer = from_folder(folder)
-    for template in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('roles must alternate') }}", "{{ messages.append(1) }}"):
+    for template in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+    ):
         tokenizer.template = template
         with pytest.raises(ValueError, match="chat template fails"):
             tokenizer.chat_text([{"role": "user", "content": "hi"}])

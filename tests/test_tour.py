@@ -72,9 +72,11 @@ def spoilt(model, prompts, tokens):
     return given
 
 
-def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys):
+def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys, tmp_path):
     stops = (tour.STOPS[0], tour.Stop("spoilt", 2, spoilt))
     monkeypatch.setattr(tour, "STOPS", stops)
-    assert cli.main(["tour", "--tokens", "4", "--prompts", "1", "--repeats", "1"]) == 1
+    picture = tmp_path / "tour.png"
+    assert cli.main(["tour", "--tokens", "4", "--prompts", "1", "--repeats", "1", "--picture", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.with_stem("tour-dark").is_file()
     out = capsys.readouterr().out
     assert "NO" in out and "DIFFERS: first at prompt 5, token 3" in out

@@ -137,7 +137,10 @@ def logits(model) -> torch.Tensor:
     [
         (lambda t: t.pop("model.layers.3.mlp.up_proj.weight"), "missing model.layers.3.mlp.up_proj.weight"),
         (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}), "unknown model.layers.9.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight: \[31\] in the checkpoint, \[32\] by the config"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
+            r"model.norm.weight: \[31\] in the checkpoint, \[32\] by the config",
+        ),
         (lambda t: t.pop("lm_head.weight"), "missing lm_head.weight"),
     ],
 )
@@ -249,7 +252,9 @@ def test_peak_memory_of_loading(tmp_path, dtype):
 
     LlamaConfig(**sizes).save_pretrained(tmp_path)
     shapes = Transformer(read_config(tmp_path)).tensors
-    save_file({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
     done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), dtype], capture_output=True, text=True, check=True)
     ratio, held = map(float, done.stdout.split())
     assert held > 400e6 and ratio < 1.2

@@ -1,0 +1,11 @@
+"""Pictures and tables. They draw what they are given; no technique imports them."""
+
+from .pictures import cache_growth, matrix, roofline, visibility
+from .style import ACTIVITY, SERIES, style
+from .timeline import bytes_table, perfetto, timeline, timelines
+from .widgets import play
+
+__all__ = [
+    "ACTIVITY", "SERIES", "bytes_table", "cache_growth", "matrix", "perfetto", "play", "roofline", "style", "timeline",
+    "timelines", "visibility",
+]  # fmt: skip
