@@ -47,13 +47,14 @@ def load(
     shard: Shard | None = None,
     ignore: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
+    finish: bool = True,
 ) -> tuple[Transformer, Tokenizer]:
     """The model of this name, filled, and its tokenizer.
 
     dtype: bfloat16 where this machine multiplies it natively, else float32. device: the GPU of this process if it has one,
     else the CPU. shard: what a parallel technique does to the empty model before it is filled, so that a rank reads only
     its part. ignore: options of config.json or of a GGUF file that are known to be harmless. progress: called with the bytes
-    filled so far in steps. Raises ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
+    filled since its last call. finish: fuse and pack the weights; False where they are to be looked at or trained. Raises ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
     """
     place = find(name)
     device = torch.device(device or default_device())
@@ -65,7 +66,7 @@ def load(
     if shard is not None:
         model = shard(model)
     weights.fill(model, checkpoint, dtype, device, progress)
-    return model, tokenizer
+    return (model.finish() if finish else model), tokenizer
 
 
 def find(name: str | Path) -> Path:

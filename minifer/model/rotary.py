@@ -86,15 +86,17 @@ def _frequencies_on(rope: Rope, head_dim: int, device: torch.device) -> torch.Te
 
 
 def angles(rope: Rope, head_dim: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [N, 1, h] for these positions (int64 [N]), computed in float32 at least and rounded to dtype."""
+    """Cosines and sines [N, 1, h] for these positions (int64 [N]), computed in float32 at least and rounded to dtype.
+
+    The first half of the sines is negative, as `rotate` needs it.
+    """
     exact = torch.promote_types(dtype, torch.float32)
     turn = positions[:, None].to(exact) * _frequencies_on(rope, head_dim, positions.device).to(exact)  # [N, h/2]
-    turn = torch.cat([turn, turn], -1)[:, None]  # [N, 1, h]: both numbers of a pair turn alike
     cos, sin = turn.cos() * rope.attention_factor, turn.sin() * rope.attention_factor
-    return cos.to(dtype), sin.to(dtype)
+    # Both numbers of a pair turn alike.
+    return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [N, H, h] turned: (a, b) -> (a cos - b sin, b cos + a sin) for the pairs (i, i + h/2)."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .attention import attend
 from .cache import Cache
 from .config import Config
-from .linear import Linear
+from .linear import Linear, fuse
 from .passes import Output, Pass
 from .rotary import angles, rotate
 from .weights import declare, tensors_of
@@ -36,9 +36,7 @@ class Norm(nn.Module):
         self.weight, self.eps = declare((f"{name}.weight", (width,))), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        scaled = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -55,6 +53,12 @@ class Attention(nn.Module):
         self.o = Linear(f"{name}.o_proj", config.width, self.heads * self.head_dim, config.output_bias)
         self.q_norm = Norm(f"{name}.q_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(f"{name}.k_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.qkv: Linear | None = None  # q, k and v as one, once the weights are there
+
+    def finish(self) -> None:
+        """Make one matrix of q, k and v."""
+        self.qkv = fuse([self.q, self.k, self.v])
+        del self.q, self.k, self.v
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -62,17 +66,18 @@ class Attention(nn.Module):
         return self.kv_heads, self.head_dim
 
     def forward(self, x: Hidden, pass_: Pass, cache: Cache | None, index: int) -> Hidden:
-        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # [N, H, h]
-        k = self.k(x).unflatten(-1, (self.kv_heads, self.head_dim))  # [N, K, h]
-        v = self.v(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        flat = torch.cat([self.q(x), self.k(x), self.v(x)], -1) if self.qkv is None else self.qkv(x)
+        heads = flat.unflatten(-1, (-1, self.head_dim))  # [N, H + 2 K, h]
+        turning, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = turning.split([self.heads, self.kv_heads], 1)
+            turning = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         cos, sin = pass_.once(
-            ("rotary", self.rope, self.head_dim),
-            lambda: angles(self.rope, self.head_dim, pass_.positions.to(q.device), q.dtype),
+            ("rotary", self.rope, self.head_dim, x.dtype, x.device),
+            lambda: angles(self.rope, self.head_dim, pass_.positions.to(x.device), turning.dtype),
         )
-        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, pass_, cache, index, self.window)
-        return self.o(out.flatten(1))
+        q, k = rotate(turning, cos, sin).split([self.heads, self.kv_heads], 1)
+        return self.o(attend(q, k, v, pass_, cache, index, self.window).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -84,9 +89,16 @@ class FeedForward(nn.Module):
         self.gate = Linear(f"{name}.gate_proj", config.inner, config.width, config.mlp_bias)
         self.up = Linear(f"{name}.up_proj", config.inner, config.width, config.mlp_bias)
         self.down = Linear(f"{name}.down_proj", config.width, config.inner, config.mlp_bias)
+        self.gate_up: Linear | None = None  # both as one, once the weights are there
+
+    def finish(self) -> None:
+        """Make one matrix of gate and up."""
+        self.gate_up = fuse([self.gate, self.up])
+        del self.gate, self.up
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = (self.gate(x), self.up(x)) if self.gate_up is None else self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -166,6 +178,7 @@ class Transformer(nn.Module):
         self.chunks = nn.ModuleList([Chunk(Embedding(config), layers, Head(config))])
         self.agreements: list[Agreement] = []
         self.tensors = tensors_of(self)
+        self.bytes_kept_twice = 0
 
     @property
     def layers(self) -> list[Layer]:
@@ -195,6 +208,22 @@ class Transformer(nn.Module):
         """[W, D] -> [W, V] in float32 at least."""
         logits = self.chunks[-1].exit.linear(hidden)  # type: ignore[union-attr, operator]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def finish(self) -> Transformer:
+        """After filling: fuse and pack where it pays. Not for models whose weights still move or train.
+
+        A tied head is packed too, beside the rows that the embedding looks up: `bytes_kept_twice` says what that costs.
+        """
+        embedding = {id(chunk.entrance.weight) for chunk in self.chunks if isinstance(chunk.entrance, Embedding)}
+        for layer in self.layers:
+            layer.attention.finish()
+            layer.feed_forward.finish()
+        for module in list(self.modules()):
+            if isinstance(module, Linear):
+                tied = id(module.weight) in embedding
+                size = module.pack()
+                self.bytes_kept_twice += size if tied else 0
+        return self
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for the layers and heads that this rank runs."""
