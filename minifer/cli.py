@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
+    _bench(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
     _train(commands.add_parser("train", help="train the bundled models on this machine's Python standard library"))
     return parser
 
@@ -63,6 +64,7 @@ def _tour(parser: argparse.ArgumentParser) -> None:
         default=Path("minifer-tour.png"),
         help="what each rank did (default: minifer-tour.png)",
     )
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="write the results into the status table of this file")
     parser.set_defaults(run=_run_tour)
 
 
@@ -70,6 +72,10 @@ def _run_tour(options: argparse.Namespace) -> int:
     from .tour import tour
 
     results = tour(options.model, DTYPES[options.dtype], options.tokens, options.prompts, options.repeats, options.picture)
+    if options.readme is not None:
+        from .status import write
+
+        write(results, options.readme, f"{options.model}, {options.dtype}, greedy")
     return 0 if all(result.exact for result in results) else 1
 
 
@@ -128,6 +134,37 @@ def _run_generate(options: argparse.Namespace) -> int:
             f"\n[{len(ids)} prompt tokens, first token after {first:.2f} s, {count} tokens, {rate:.1f} tokens/s, {kind}, {where}]",
             file=sys.stderr,
         )
+    return 0
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure on this machine. Contestants take turns; figures are medians with their spread."
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    decoding = kinds.add_parser("decode", help="plain decoding, beside transformers, llama.cpp and the bound")
+    decoding.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+    decoding.add_argument("--batches", type=_positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    decoding.add_argument("--threads", type=_positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
+    decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="new tokens a prompt (default: 128)")
+    decoding.add_argument("--repeats", type=_positive, default=5, metavar="N", help="runs of each contestant (default: 5)")
+    decoding.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    decoding.set_defaults(run=_run_bench_decode)
+    launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
+    launching.add_argument("--ranks", type=_positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
+    launching.set_defaults(run=_run_bench_launch)
+
+
+def _run_bench_decode(options: argparse.Namespace) -> int:
+    from .bench import bench_decode
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    bench_decode(options.model, options.batches, options.threads, options.tokens, options.repeats, dtype)
+    return 0
+
+
+def _run_bench_launch(options: argparse.Namespace) -> int:
+    from .bench import bench_launch
+
+    bench_launch(options.ranks)
     return 0
 
 

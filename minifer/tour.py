@@ -48,11 +48,13 @@ Technique = Callable[[Transformer, list[list[int]], int], Run]
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop of the tour: how a technique is called, on how many ranks, and what each rank runs."""
+    """A stop of the tour: how a technique is called, on how many ranks, what each rank runs, and where to read about it."""
 
     name: str
     ranks: int
     technique: Technique
+    module: str = ""
+    lesson: str = ""
 
 
 def plain(model: Transformer, prompts: list[list[int]], tokens: int) -> Run:
@@ -78,7 +80,10 @@ def replicas(model: Transformer, prompts: list[list[int]], tokens: int) -> Run:
     return run
 
 
-STOPS = (Stop("autoregressive decode", 1, plain), Stop("data parallelism", 2, replicas))
+STOPS = (
+    Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
+    Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
+)
 
 
 def watched_generate(

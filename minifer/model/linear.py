@@ -35,6 +35,7 @@ class Linear(nn.Module):
         """[N, in] -> [N, out]"""
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> int:

@@ -54,7 +54,8 @@ def load(
     dtype: bfloat16 where this machine multiplies it natively, else float32. device: the GPU of this process if it has one,
     else the CPU. shard: what a parallel technique does to the empty model before it is filled, so that a rank reads only
     its part. ignore: options of config.json or of a GGUF file that are known to be harmless. progress: called with the bytes
-    filled since its last call. finish: fuse and pack the weights; False where they are to be looked at or trained. Raises ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
+    filled since its last call. finish: fuse and pack the weights; False where they are to be looked at or trained. Raises
+    ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
     """
     place = find(name)
     device = torch.device(device or default_device())

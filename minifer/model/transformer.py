@@ -73,7 +73,7 @@ class Attention(nn.Module):
             q, k = turning.split([self.heads, self.kv_heads], 1)
             turning = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         cos, sin = pass_.once(
-            ("rotary", self.rope, self.head_dim, x.dtype, x.device),
+            ("rotary", self.rope, self.head_dim, turning.dtype, x.device),
             lambda: angles(self.rope, self.head_dim, pass_.positions.to(x.device), turning.dtype),
         )
         q, k = rotate(turning, cos, sin).split([self.heads, self.kv_heads], 1)

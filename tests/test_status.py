@@ -1,0 +1,40 @@
+"""The README's status table is the tour's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minifer import status, tour
+
+ROOT = Path(__file__).parent.parent
+
+
+def result(name: str, exact: bool = True) -> tour.Result:
+    return tour.Result(name, 2, exact, 1.0, 0.5, 1234.4, 99.6, 1.456)
+
+
+def test_the_readme_has_a_row_for_every_technique_and_they_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    held = text.split(status.BEGIN)[1].split(status.END)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in held.splitlines() if line.startswith("|")]
+    assert "| " + " | ".join(rows[0]) + " |" == status.HEAD
+    assert [row[0] for row in rows[2:]] == [stop.name for stop in tour.STOPS]
+    for row, stop in zip(rows[2:], tour.STOPS):
+        assert row[1] == f"[`{stop.module}`](minifer/{stop.module}.py)" and (ROOT / "minifer" / f"{stop.module}.py").is_file()
+        lesson = ROOT / "lessons" / f"{stop.lesson}.ipynb"
+        assert row[2] == (f"[{stop.lesson[:2]}](lessons/{stop.lesson}.ipynb)" if lesson.is_file() else "to come")
+        assert row[3] == str(stop.ranks) and row[4] == "yes"
+
+
+def test_write(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{status.BEGIN}\nold\n{status.END}\nafter\n")
+    status.write([result(stop.name, exact=stop.ranks == 1) for stop in tour.STOPS], path, "tiny, float32")
+    text = path.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| 2 | yes | 1,234 | 100, 1.46 |" in text and "**no**" in text and "tiny, float32" in text
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="no place for a status table"):
+        status.write([], path, "")
