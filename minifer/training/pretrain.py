@@ -203,11 +203,12 @@ def make_report(model: Transformer, tokenizer: Tokenizer, held_out: dict[str, st
     }
 
 
+# None ends in white space: in the corpus a line break and the indentation after it are one token.
 SAMPLE_PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
-    "import os\n\nfor name in os.listdir(path):\n    ",
-    "    def test_add(self):\n        self.assertEqual(",
+    "import os\n\nfor name in os.listdir(path):",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+    "def read_lines(path):\n    with open(path) as f:",
+    "class TestParser(unittest.TestCase):\n    def setUp(self):\n        self.parser = Parser()\n\n    def test_empty(self):",
 )
 
 

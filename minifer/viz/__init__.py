@@ -1,5 +1,6 @@
 """Pictures and tables. They draw what they are given; no technique imports them."""
 
+from .map import technique_map
 from .pictures import cache_growth, matrix, roofline, visibility
 from .style import ACTIVITY, SERIES, style
 from .timeline import bytes_table, perfetto, timeline, timelines
@@ -7,5 +8,5 @@ from .widgets import play
 
 __all__ = [
     "ACTIVITY", "SERIES", "bytes_table", "cache_growth", "matrix", "perfetto", "play", "roofline", "style", "timeline",
-    "timelines", "visibility",
+    "technique_map", "timelines", "visibility",
 ]  # fmt: skip
