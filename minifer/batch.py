@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,20 @@ class Request:
     stop_ids: Sequence[int] | None = None
     stop_strings: Sequence[str] = ()
     min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        for name in ("ids", "stop_ids"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(self, name, value.tolist())
+            elif value is not None and (isinstance(value, (int, str)) or not all(_is_whole(token) for token in value)):
+                raise ValueError(f"{name} must be a list of whole numbers, it is {value!r:.80}")
+        for name in ("max_new_tokens", "min_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and not (_is_whole(value) and value >= 0):
+                raise ValueError(f"{name} must be >= 0 and whole, it is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ class Row:
         self.finish_reason = "length" if budget == 0 else None
         self.first = self.last = None  # type: float | None
         self.pieces: list[str] = []
-        self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if tokenizer else None
+        self._detokenizer: Detokenizer | None = tokenizer.detokenizer(self.tokens) if tokenizer else None
         self._stops = StopStrings(request.stop_strings)
 
     @property
@@ -110,6 +125,10 @@ class Row:
             piece += rest + self._stops.flush()
         self.pieces.append(piece)
         return piece
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class Batch:
@@ -165,7 +184,7 @@ class Batch:
         if early:
             logits = logits.clone()
             for at, row in early:
-                logits[at, sorted(row.stop_ids)] = float("-inf")
+                logits[at, [token for token in sorted(row.stop_ids) if token < logits.shape[1]]] = float("-inf")
         return logits
 
     def take(self, ids: torch.Tensor) -> bool:
@@ -176,6 +195,7 @@ class Batch:
             row = self._rows[at]
             row.cached = len(row.tokens)  # the pass has run these; of a draft it keeps what is appended now
             before, text = len(row.tokens), ""
+            assert max(chosen[at]) >= 0, f"nothing was decided for row {at}"
             for token in chosen[at]:
                 if token >= 0 and row.finish_reason is None:
                     text += row.take(token)

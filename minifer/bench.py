@@ -72,7 +72,7 @@ def matrix_seconds(model: Transformer, rows: int, repeats: int = 5) -> float:
     matrices = [module for module in model.modules() if isinstance(module, Linear)]
     c = model.config
     widths = {c.width, c.heads * c.head_dim, c.inner}
-    inputs = {width: torch.randn(rows, width).to(model.dtype) for width in widths}
+    inputs = {width: torch.randn(rows, width).to(model.device, model.dtype) for width in widths}
     plan = [(matrix, inputs[_width(matrix, model)]) for matrix in matrices]
     best = float("inf")
     with torch.inference_mode():
@@ -181,8 +181,9 @@ def llama_cpp(place: Path, threads: int) -> Contestant | None:
 
 def prompts_of(tokenizer: Tokenizer, batch: int, length: int = 32) -> list[list[int]]:
     """Equally long prompts, all different."""
-    ids = tokenizer.encode(TEXT) * 2
-    return [[*ids[row % 16 :], *ids][:length] for row in range(batch)]
+    ids = tokenizer.encode(TEXT)
+    # Rotated by one token a row; beyond a full turn the last token tells them apart.
+    return [[*[*ids[row % len(ids) :], *ids, *ids][: length - 1], ids[row // len(ids)]] for row in range(batch)]
 
 
 def bench_decode(
@@ -195,10 +196,12 @@ def bench_decode(
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Decode `tokens` tokens with every contestant in turn, `repeats` times; print a table and return its rows."""
+    if tokens < 2:
+        raise ValueError("a rate of tokens after the first needs two tokens at least")
     console = console or Console()
     place = find(name)
     started = time.perf_counter()
-    model, tokenizer = load(name, dtype)
+    model, tokenizer = load(name, dtype, "cpu")
     loading = time.perf_counter() - started
     others: dict[str, Contestant] = {}
     if importlib.util.find_spec("transformers"):

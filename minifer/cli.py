@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +20,14 @@ MODEL_HELP = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
+    from .ranks import RankError
+
     try:
         return options.run(options)
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:  # who read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, RankError) as error:
         print(f"minifer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -59,7 +65,7 @@ def _tour(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs of each technique, alternated (default: 3)")
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=_path_or_none,
         metavar="FILE",
         default=Path("minifer-tour.png"),
         help="what each rank did (default: minifer-tour.png)",
@@ -191,10 +197,13 @@ def _run_train(options: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def _path_or_none(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 if __name__ == "__main__":

@@ -50,8 +50,9 @@ def generate(
     """`serve` over the ranks of `group`, each with a whole model: all completions, in order, on every rank.
 
     Any number of prompts, fewer than ranks and none included. serve(model, prompts, **options): how a replica serves its
-    share; any technique's generate will do. Every rank must call this with the same prompts. Times of a completion are
-    those of the rank that served it.
+    share; any technique's generate will do. Every rank must call this with the same prompts, and raises the same ValueError
+    if one of them cannot be served. Times of a completion are those of the rank that served it.
     """
+    decode.requests_of(model, prompts, options.get("max_new_tokens", 64))
     mine = deal(prompts, group.size(), group.rank())
     return gather(serve(model, mine, **options), len(prompts), group)

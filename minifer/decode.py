@@ -98,7 +98,11 @@ def stream(
 ) -> Iterator[Fresh]:
     """As generate, but what each row gains is handed out as soon as it is decided."""
     batch = start(model, prompts, max_new_tokens, sampling=sampling, tokenizer=tokenizer, cache=cache)
-    for _ in turns(model, steps(batch), cache or new_cache(model, batch)):
+    return _fresh(batch, turns(model, steps(batch), cache or new_cache(model, batch)))
+
+
+def _fresh(batch: Batch, driver: Generator[None, None, Any]) -> Iterator[Fresh]:
+    for _ in driver:
         yield from batch.fresh
         batch.fresh = []
     yield from batch.fresh
@@ -114,16 +118,15 @@ def start(
     cache: Cache | None = None,
 ) -> Batch:
     """A Batch of these prompts, checked against what the model and the cache can hold."""
-    requests = [
-        prompt if isinstance(prompt, Request) else Request(prompt, max_new_tokens, sampling or Sampling()) for prompt in prompts
-    ]
-    if not requests:
-        return Batch([])
+    requests = requests_of(model, prompts, max_new_tokens, sampling)
     if cache is not None and cache.rows < len(requests):
         raise ValueError(f"{len(requests)} prompts do not fit a cache of {cache.rows} rows")
     rows = []
     for at, request in enumerate(requests):
-        budget = _budget(request, model, at, cache)
+        budget = _budget(request, model, at)
+        if cache is not None and len(request.ids) + budget - 1 > cache.capacity:
+            needed = f"{len(request.ids)} tokens + max_new_tokens {budget}"
+            raise ValueError(f"prompt {at}: {needed} exceed the cache's capacity of {cache.capacity}")
         ends = (*model.config.end_ids, *(tokenizer.end_ids if tokenizer else ()))
         row = Row(request, budget, frozenset(ends if request.stop_ids is None else request.stop_ids), tokenizer)
         if cache is not None:
@@ -134,13 +137,29 @@ def start(
     return Batch(rows)
 
 
+def requests_of(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | Request],
+    max_new_tokens: int | None = 64,
+    sampling: Sampling | None = None,
+) -> list[Request]:
+    """The prompts as Requests. Raises a ValueError that names the first one that this model cannot serve."""
+    requests = []
+    for at, prompt in enumerate(prompts):
+        if isinstance(prompt, (int, str)):
+            raise ValueError(f"prompts are lists of ids, one list a prompt; number {at} is {prompt!r}")
+        requests.append(prompt if isinstance(prompt, Request) else Request(prompt, max_new_tokens, sampling or Sampling()))
+        _budget(requests[-1], model, at)
+    return requests
+
+
 def new_cache(model: Transformer, batch: Batch) -> Cache:
     """A cache just large enough for these rows. The last token of a row is never run, so it needs no place."""
     needed = [row.prompt + row.budget - 1 for row in batch._rows]
     return model.new_cache(max(1, batch.rows), max([1, *needed]))
 
 
-def _budget(request: Request, model: Transformer, at: int, cache: Cache | None) -> int:
+def _budget(request: Request, model: Transformer, at: int) -> int:
     """How many tokens this request may add. Raises a ValueError with the numbers if it does not fit."""
     prompt, context, vocabulary = len(request.ids), model.config.context, model.config.vocabulary
     if prompt == 0:
@@ -148,13 +167,9 @@ def _budget(request: Request, model: Transformer, at: int, cache: Cache | None) 
     strange = [token for token in request.ids if not 0 <= token < vocabulary]
     if strange:
         raise ValueError(f"prompt {at} holds id {strange[0]}, outside of the model's vocabulary of {vocabulary}")
-    if request.max_new_tokens is not None and request.max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be >= 0, it is {request.max_new_tokens}")
     budget = max(0, context - prompt) if request.max_new_tokens is None else request.max_new_tokens
     if prompt + budget > context:
         raise ValueError(f"prompt {at}: {prompt} tokens + max_new_tokens {budget} exceed the model's context of {context}")
-    if cache is not None and prompt + budget - 1 > cache.capacity:
-        raise ValueError(f"prompt {at}: {prompt} tokens + max_new_tokens {budget} exceed the cache's capacity of {cache.capacity}")
     return budget
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .tour import STOPS, Result
+from .tour import STOPS
+from .verdict import Result
 
 BEGIN, END = "<!-- status: written by `minifer tour --readme` -->", "<!-- end of status -->"
 HEAD = "| technique | module | lesson | ranks | exact? | payload bytes a token | tokens/s, × plain |"

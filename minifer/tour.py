@@ -1,49 +1,34 @@
 """`minifer tour`: real prompts, decoded by every technique there is, and held against plain decoding.
 
-A technique is a function that every rank of a world runs. Plain decoding is one too, on a world of one rank. Their runs
+A technique is a function that every rank of a world runs. Plain decoding is one too, on a world of one rank. Each is
+watched once (passes, collectives, margins between logits), then timed several times without anything in its way; these runs
 alternate, so that whatever else the machine does hits all of them alike.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from . import data_parallel, decode, viz
 from .batch import Completion
-from .model.load import load
+from .model.load import load, look_up
 from .model.passes import Pass
+from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 from .prompts import WORKLOADS, workload
 from .ranks import Ranks, trace
+from .verdict import Result, Run, judge
 
-LARGEST_TIE = 0.25  # logits: bfloat16 resolves no better around the values that logits have
-
-
-@dataclass
-class Run:
-    """One run of a technique, as one rank saw it.
-
-    row_passes: over all passes, how many rows were in them. margins: {prompt: [gap between the two largest logits, a token]}.
-    """
-
-    completions: list[Completion]
-    seconds: float = 0.0
-    row_passes: int = 0
-    margins: dict[int, list[float]] = field(default_factory=dict)
-    record: trace.Record | None = None
-
-
-Technique = Callable[[Transformer, list[list[int]], int], Run]
+Technique = Callable[[Transformer, list[list[int]], int, bool], Run]  # (model, prompts, new tokens, watched?)
 
 
 @dataclass(frozen=True)
@@ -57,26 +42,23 @@ class Stop:
     lesson: str = ""
 
 
-def plain(model: Transformer, prompts: list[list[int]], tokens: int) -> Run:
-    """decode.generate, watched."""
+def plain(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    """decode.generate"""
     run = Run([])
-    run.completions = watched_generate(model, prompts, tokens, run, range(len(prompts)))
-    run.seconds = max((completion.seconds for completion in run.completions), default=0.0)
+    run.completions = _generate(model, prompts, tokens, run if watched else None, range(len(prompts)))
     return run
 
 
-def replicas(model: Transformer, prompts: list[list[int]], tokens: int) -> Run:
-    """data_parallel.generate, each replica watched."""
+def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    """data_parallel.generate over all ranks"""
     group, run = dist.group.WORLD, Run([])
     assert group is not None
     mine = data_parallel.deal(range(len(prompts)), group.size(), group.rank())
 
-    def serve(model: Transformer, share: list[list[int]]) -> list[Completion]:
-        return watched_generate(model, share, tokens, run, mine)
+    def serve(model: Transformer, share: list[list[int]], max_new_tokens: int) -> list[Completion]:
+        return _generate(model, share, max_new_tokens, run if watched else None, mine)
 
-    run.completions = data_parallel.generate(model, prompts, group, serve)
-    # The slowest rank's time is the time of the run.
-    run.seconds = max((completion.seconds for completion in run.completions), default=0.0)
+    run.completions = data_parallel.generate(model, prompts, group, serve, max_new_tokens=tokens)
     return run
 
 
@@ -86,16 +68,17 @@ STOPS = (
 )
 
 
-def watched_generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, run: Run, numbers: Sequence[int]
+def _generate(
+    model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, run: Run | None, numbers: Sequence[int]
 ) -> list[Completion]:
-    """decode.generate that counts passes and keeps margins. numbers: of these prompts in the whole tour."""
+    """decode.generate; where a run is given, it is told of passes and margins. numbers: of these prompts in the whole tour."""
+    if run is None:
+        return decode.generate(model, prompts, tokens)
     batch = decode.start(model, prompts, tokens)
-    loop = _watched(decode.steps(batch), run, numbers)
-    return decode.run(model, loop, decode.new_cache(model, batch))
+    return decode.run(model, _watch(decode.steps(batch), run, numbers), decode.new_cache(model, batch))
 
 
-def _watched(loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Steps:
+def _watch(loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Steps:
     """The same loop, seen by who stands beside it."""
     output: Any = None
     while True:
@@ -105,24 +88,8 @@ def _watched(loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Ste
             return end.value
         run.row_passes += len(pass_.spans)
         output = yield pass_
-        best = output.logits.topk(2).values
-        for span, (first, second) in zip(pass_.spans, best.tolist()):
+        for span, (first, second) in zip(pass_.spans, output.logits.topk(2).values.tolist()):
             run.margins.setdefault(numbers[span.row], []).append(first - second)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A line of the table. tokens_per_pass: a row. Rates and payload are per generated token, over all ranks."""
-
-    name: str
-    ranks: int
-    exact: bool
-    tokens_per_pass: float
-    collectives: float
-    payload_bytes: float
-    tokens_per_second: float
-    ratio: float
-    difference: str = ""
 
 
 def tour(
@@ -136,159 +103,107 @@ def tour(
 ) -> list[Result]:
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
-    dtype: float32 must give the same ids. In bfloat16 a first difference is forgiven where one of the runs was as good as
-    undecided (LARGEST_TIE). repeats: how often each stop is run; the table's speeds are medians.
-    picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one beside it on a dark ground.
+    dtype: float32 must give the same ids; bfloat16 may differ at ties (see verdict.judge). repeats: how often each stop is
+    timed; speeds are medians. picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one on a dark ground
+    beside it.
     """
     console = console or Console()
-    model, tokenizer = load(name, dtype)
+    config, tokenizer = look_up(name)
+    if tokens >= config.context:
+        raise ValueError(f"{tokens} new tokens leave no room for a prompt in a context of {config.context}")
+    if picture is not None and (picture.is_dir() or not picture.absolute().parent.is_dir()):
+        raise ValueError(f"{picture} is no place for a picture: it must be a file in a folder that exists")
     prompts = [ids for kind in WORKLOADS for ids in workload(kind).ids(tokenizer)[:per_workload]]
-    room = model.config.context - tokens
-    prompts = [ids[-room:] for ids in prompts]
+    prompts = [ids[tokens - config.context :] for ids in prompts]
     sizes = sorted(map(len, prompts))
     shown = f"{name}, {str(dtype).removeprefix('torch.')}, {len(prompts)} prompts of {sizes[0]}–{sizes[-1]} tokens"
-    console.print(f"[bold]minifer tour[/]: {shown}, {tokens} new tokens each, greedy")
-    runs: dict[str, list[list[Run]]] = {stop.name: [] for stop in STOPS}
-    with console.status("starting ranks"):
-        worlds = {stop.name: Ranks(stop.ranks) for stop in STOPS}
+    console.print(f"[bold]minifer tour[/]: {shown}, {tokens} new tokens each, greedy", soft_wrap=True)
+    watched, timed = _run_all(name, dtype, prompts, tokens, repeats, console)
+    first = STOPS[0].name
+    results = [judge(s.name, watched[s.name], timed[s.name], watched[first], timed[first], dtype) for s in STOPS]
+    _show(results, console)
+    if picture is not None:
+        panels = [(_title(result), [run.record for run in watched[result.name]]) for result in results]
+        for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
+            viz.timelines(panels, dark).savefig(file)
+        console.print(f"[dim]what each rank did: {picture}[/]", soft_wrap=True)
+    _show_one(console, tokenizer, prompts[0], watched[first][0].completions[0].ids)
+    return results
+
+
+Runs = dict[str, list[Run]]  # {stop: a Run a rank}
+
+
+def _run_all(
+    name: str, dtype: torch.dtype, prompts: list[list[int]], tokens: int, repeats: int, console: Console
+) -> tuple[Runs, dict[str, list[list[Run]]]]:
+    """Every stop on a world of its own: watched once, then timed `repeats` times in turn."""
+    # All on the same kind of device: a GPU each where there are enough for the largest world.
+    cuda = torch.cuda.device_count() >= max(stop.ranks for stop in STOPS)
+    worlds: dict[str, Ranks] = {}
+    watched: Runs = {}
+    timed: dict[str, list[list[Run]]] = {stop.name: [] for stop in STOPS}
     try:
         for stop in STOPS:
-            with console.status(f"{stop.name}: loading the model on {stop.ranks} rank(s)"):
-                worlds[stop.name].run(_settle, name, dtype, prompts, stop.technique)
+            with console.status(f"{stop.name}: the model on {stop.ranks} rank(s)"):
+                worlds[stop.name] = Ranks(stop.ranks, cuda=cuda)
+                worlds[stop.name].run(_settle, name, dtype)
+                watched[stop.name] = worlds[stop.name].run(_visit, prompts, tokens, stop.technique, True)
         for repeat in range(repeats):
             for stop in STOPS:
                 with console.status(f"{stop.name}: run {repeat + 1} of {repeats}"):
-                    runs[stop.name].append(worlds[stop.name].run(_visit, prompts, tokens, stop.technique))
+                    timed[stop.name].append(worlds[stop.name].run(_visit, prompts, tokens, stop.technique, False))
     finally:
         for world in worlds.values():
             world.close()
-    results = [_judge(stop, runs[stop.name], runs[STOPS[0].name], dtype) for stop in STOPS]
-    console.print(_table(results))
-    console.print(
-        "[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'. × plain: of paired runs.[/]"
-    )
-    for result in results:
-        if result.difference:
-            console.print(f"{result.name}: {result.difference}")
-    if picture is not None:
-        panels = [_title(result, runs[result.name][0]) for result in results]
-        for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
-            viz.timelines(panels, dark).savefig(file)
-        console.print(f"[dim]what each rank did: {picture}[/]")
-    _show_one(console, tokenizer.decode(prompts[0]), tokenizer.decode(runs[STOPS[0].name][0][0].completions[0].ids))
-    return results
+    return watched, timed
 
 
 _held: dict[str, Transformer] = {}  # in a rank: the model that _settle loaded, for _visit
 
 
-def _settle(name: str, dtype: torch.dtype, prompts: list[list[int]], technique: Technique) -> None:
-    """On a rank: load the model once, and warm up."""
+def _settle(name: str, dtype: torch.dtype) -> None:
+    """On a rank: load the model once."""
     _held["model"], _ = load(name, dtype)
-    technique(_held["model"], prompts, 2)
 
 
-def _visit(prompts: list[list[int]], tokens: int, technique: Technique) -> Run:
+def _visit(prompts: list[list[int]], tokens: int, technique: Technique, watched: bool) -> Run:
     """On a rank: one run."""
-    if dist.get_world_size() > 1:
-        dist.barrier()
+    dist.barrier()
+    if not watched:
+        return technique(_held["model"], prompts, tokens, False)
+    technique(_held["model"], prompts, 2, False)  # warm up
     with trace.record() as record:
-        run = technique(_held["model"], prompts, tokens)
+        run = technique(_held["model"], prompts, tokens, True)
     run.record = record
     return run
 
 
-def _judge(stop: Stop, runs: list[list[Run]], plain_runs: list[list[Run]], dtype: torch.dtype) -> Result:
-    reference = plain_runs[0][0]
-    differences = [
-        difference
-        for run in runs
-        for rank, one in enumerate(run)
-        for difference in _differences(reference, one, _margins(run), rank)
-    ]
-    forgiven = dtype != torch.float32
-    bad = [d for d in differences if not (forgiven and min(d.margins) <= LARGEST_TIE)]
-    first = runs[0]
-    tokens = sum(len(completion.ids) for completion in first[0].completions)
-    calls = sum(len(one.record.events) for one in first if one.record) / len(first)
-    sent = sum(one.record.bytes for one in first if one.record)
-    speed = statistics.median(tokens / run[0].seconds for run in runs)
-    # Runs alternate: each is held against the plain one beside it.
-    ratio = statistics.median(other[0].seconds / run[0].seconds for run, other in zip(runs, plain_runs))
-    return Result(
-        name=stop.name,
-        ranks=stop.ranks,
-        exact=not bad,
-        tokens_per_pass=tokens / max(1, sum(one.row_passes for one in first)),
-        collectives=calls / tokens,
-        payload_bytes=sent / tokens,
-        tokens_per_second=speed,
-        ratio=ratio,
-        difference=differences[0].text(bool(bad)) if differences else "",
-    )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first place where a prompt's ids differ from plain decoding's. margins: plain's and the technique's, in logits."""
-
-    prompt: int
-    position: int
-    ids: tuple[int | None, int | None]
-    margins: tuple[float, float]
-
-    def text(self, failed: bool) -> str:
-        verdict = "DIFFERS" if failed else f"a tie within {LARGEST_TIE}"
-        return (
-            f"{verdict}: first at prompt {self.prompt}, token {self.position}: plain {self.ids[0]} (margin {self.margins[0]:.4f}), "
-            f"here {self.ids[1]} (margin {self.margins[1]:.4f})"
-        )
-
-
-def _differences(reference: Run, run: Run, margins: dict[int, list[float]], rank: int) -> Iterator[Difference]:
-    for number, (plain_one, one) in enumerate(zip(reference.completions, run.completions, strict=True)):
-        if plain_one.ids == one.ids:
-            continue
-        pairs = list(zip(plain_one.ids, one.ids))
-        at = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        ids = (dict(enumerate(plain_one.ids)).get(at), dict(enumerate(one.ids)).get(at))
-        gaps = [dict(enumerate(held.get(number, []))).get(at, math.inf) for held in (reference.margins, margins)]
-        yield Difference(number, at, ids, (gaps[0], gaps[1]))
-
-
-def _margins(run: list[Run]) -> dict[int, list[float]]:
-    """Of all ranks together: each prompt was served by one of them."""
-    return {number: margins for one in run for number, margins in one.margins.items()}
-
-
-def _table(results: list[Result]) -> Table:
-    table = Table(title="every technique against plain decoding")
+def _show(results: list[Result], console: Console) -> None:
+    table = Table(title="every technique against plain decoding", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("technique", no_wrap=True)
-    table.add_column("same ids", no_wrap=True)
-    for column in ("ranks", "tokens\n/pass", "calls\n/token", "bytes\n/token", "tokens\n/s", "×\nplain"):
+    table.add_column("same\nids", no_wrap=True)
+    for column in ("\nranks", "tokens\n/pass", "calls\n/token", "bytes\n/token", "tokens\n/s", "×\nplain"):
         table.add_column(column, justify="right", no_wrap=True)
+    for r in results:
+        verdict = "[green]yes[/]" if r.exact else "[red]NO[/]"
+        numbers = (f"{r.tokens_per_pass:.2f}", f"{r.collectives:.2f}", f"{r.payload_bytes:,.0f}", f"{r.tokens_per_second:,.0f}")
+        table.add_row(r.name, verdict, str(r.ranks), *numbers, f"{r.ratio:.2f}")
+    console.print(table)
+    console.print("[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'.[/]", soft_wrap=True)
     for result in results:
-        table.add_row(
-            result.name,
-            "[green]yes[/]" if result.exact else "[red]NO[/]",
-            str(result.ranks),
-            f"{result.tokens_per_pass:.2f}",
-            f"{result.collectives:.2f}",
-            f"{result.payload_bytes:,.0f}",
-            f"{result.tokens_per_second:,.0f}",
-            f"{result.ratio:.2f}",
-        )
-    return table
+        if result.difference:
+            console.print(f"{result.name}: {result.difference}", soft_wrap=True, highlight=False)
 
 
-def _title(result: Result, run: list[Run]) -> tuple[str, list[trace.Record]]:
+def _title(result: Result) -> str:
     ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
-    title = f"{result.name}, {ranks}: {result.tokens_per_second:,.0f} tokens/s"
-    return title, [one.record for one in run if one.record is not None]
+    return f"{result.name}, {ranks}: {result.tokens_per_second:,.0f} tokens/s"
 
 
-def _show_one(console: Console, prompt: str, answer: str) -> None:
+def _show_one(console: Console, tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> None:
     """The first prompt and what the model made of it, so that a reader sees that this is text."""
     console.print("[dim]the first prompt, and what follows:[/]")
-    console.print(prompt, end="", style="dim", markup=False, highlight=False)
-    console.print(answer, markup=False, highlight=False)
+    whole = tokenizer.decode(prompt)
+    console.print(whole, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(tokenizer.decode([*prompt, *answer])[len(whole) :], markup=False, highlight=False, soft_wrap=True)

@@ -107,6 +107,7 @@ class ScriptedModel:
 
     def __call__(self, pass_: Pass, cache: Cache) -> Output:
         cache.begin(pass_)
+        cache.commit(pass_)
         self.passes.append(pass_)
         is_prefill = any(span.start == 0 for span in pass_.spans)
         time.sleep(self.times.get("prefill" if is_prefill else "decode", 0.0))
@@ -133,10 +134,10 @@ class PieceTokenizer:
     def decode(self, ids: Any, special_tokens: bool = False) -> str:
         return "".join(self.pieces[token] for token in ids)
 
-    def detokenizer(self) -> Any:
+    def detokenizer(self, before: Any = ()) -> Any:
         from minifer.model.text import Detokenizer
 
-        return Detokenizer(self.decode)
+        return Detokenizer(self.decode, before)
 
 
 def chain(*tokens: int) -> dict[int, int]:

@@ -84,7 +84,7 @@ def test_modules_are_read_in_a_sitting(name):
     text = MODULES[name].read_text()
     assert len(text.splitlines()) <= 300
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module opens with what it is about"
-    assert not re.search(r"\b(pickle\.load|torch\.load|eval\(|exec\()", text)
+    assert not re.search(r"\b(pickle\.load|torch\.load|(?<!\.)eval\(|(?<!\.)exec\()", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is long"

@@ -66,6 +66,16 @@ def test_a_pass_checks_its_spans():
         Pass(torch.tensor([1, 2]), (Span(0, 0, 3),), (0,))
     with pytest.raises(ValueError, match="twice"):
         Pass(torch.tensor([1, 2]), (Span(0, 0, 1), Span(0, 1, 1)), (0,))
+    two = torch.tensor([1, 2])
+    for spans, wanted, parents, message in (
+        ((Span(0, 0, 2), Span(1, 3, 0)), (0,), None, "one token at least"),
+        ((Span(0, -1, 2),), (0,), None, "starts at 0 or later"),
+        ((Span(0, 0, 2),), (2,), None, "of a pass of 2"),
+        ((Span(0, 0, 2),), (0,), ((-1,),), "of 2 tokens"),
+        ((Span(0, 0, 2),), (0,), ((1, 0),), "each comes after its parent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pass(two, spans, wanted, parents=parents)
 
 
 def random_qkv(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, dtype=torch.float32, batch: int = 2):

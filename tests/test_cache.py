@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ids_of, naive_greedy
+from helpers import ids_of, naive_greedy, plain_model
 
 from minifer import decode
 from minifer.model.cache import Cache
@@ -22,6 +22,7 @@ def fill(cache: Cache, pass_: Pass) -> None:
     for layer, keys in enumerate(cache.keys):
         numbers = pass_.ids.to(torch.float32)[:, None, None].expand(-1, keys.shape[1], keys.shape[3])
         cache.append(layer, pass_, numbers, -numbers)
+    cache.commit(pass_)
 
 
 def held(cache: Cache, row: int, layer: int = 0) -> list[int]:
@@ -60,6 +61,30 @@ def test_what_does_not_fit_is_said_before_anything_is_written(pass_, message):
     with pytest.raises(ValueError, match=message):
         cache.begin(pass_)
     assert cache.lengths == [0, 0]
+
+
+def test_a_tree_is_not_kept_by_a_pass_that_does_not_fit():
+    cache = Cache([(1, 2)], rows=1, capacity=8)
+    fill(cache, step((0, 0, [1, 2, 3, 4])))
+    with pytest.raises(ValueError, match="cannot start at 3"):
+        cache.begin(step((0, 3, [9]), keep={0: [1, 2]}))
+    assert held(cache, 0) == [1, 2, 3, 4] == cache.tokens[0]
+
+
+def test_a_pass_that_was_broken_off_is_not_remembered(checkpoint, tiny64):
+    """An interrupt in the middle of a prompt: the next call must not believe that its keys are there."""
+    model, cache = plain_model(checkpoint("llama"), torch.float64), tiny64.new_cache(1, 20)
+    prompt = [3, 7, 9, 11, 13]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        decode.generate(model, [prompt], 5, cache=cache)
+    handle.remove()
+    assert cache.lengths == [0]
+    assert ids_of(decode.generate(model, [prompt], 5, cache=cache)) == [naive_greedy(tiny64, prompt, 5)]
 
 
 def test_bad_sizes():

@@ -56,4 +56,4 @@ def test_help(command, capsys):
 def test_bad_numbers(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["tour", "--tokens", "0"])
-    assert left.value.code == 2 and "0 is not positive" in capsys.readouterr().err
+    assert left.value.code == 2 and "0 is not a positive whole number" in capsys.readouterr().err

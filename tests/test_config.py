@@ -70,6 +70,17 @@ def test_hf_07_widths_that_are_not_heads_times_head_dim(checkpoint):
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, it is None"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a number, it is None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings must be a number"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            "two rotary scalings",
+        ),
+        ({"embedding_multiplier": 0.0}, "embedding_multiplier=0.0"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads must be a positive integer, it is '2'"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a positive integer"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an id"),
     ],
 )
 def test_what_is_not_supported_is_named(change, message):
@@ -134,3 +145,10 @@ def test_golden_sizes():
     qwen |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}
     config = from_dict(qwen)
     assert round(config.parameters / 1e9, 3) == 0.596 and 2 * config.kv_elements == 114_688
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "no readable JSON"), ("[]", "no JSON object but a list")])
+def test_a_broken_file_is_named(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"config.json .*{message}"):
+        read_config(tmp_path)

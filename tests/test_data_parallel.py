@@ -57,15 +57,26 @@ def test_no_word_while_decoding(on_ranks, checkpoint):
         assert min(event.start for event in record.events) - record.start > 0.5 * (record.end - record.start)
 
 
-def test_perf_04_times_are_those_of_the_rank_that_served(on_ranks):
-    def rank():
-        def serve(model, prompts):
-            time.sleep(0.1 * (1 + dist.get_rank()))
-            return [(dist.get_rank(), prompt) for prompt in prompts]
+def test_any_way_of_serving_can_be_replicated(on_ranks, checkpoint):
+    def rank(folder):
+        def serve(model, prompts, max_new_tokens):
+            return [(dist.get_rank(), prompt, max_new_tokens) for prompt in prompts]
 
-        return data_parallel.generate(None, ["a", "b", "c"], dist.group.WORLD, serve)
+        prompts = [[1], [2], [3]]
+        return data_parallel.generate(plain_model(folder), prompts, dist.group.WORLD, serve, max_new_tokens=5)
 
-    assert on_ranks(2, rank) == [[(0, "a"), (1, "b"), (0, "c")]] * 2
+    assert on_ranks(2, rank, checkpoint("llama")) == [[(0, [1], 5), (1, [2], 5), (0, [3], 5)]] * 2
+
+
+def test_a_prompt_that_cannot_be_served_is_the_same_error_on_every_rank(on_ranks, checkpoint):
+    def rank(folder):
+        try:
+            data_parallel.generate(plain_model(folder), [[1], [1], [1], []], dist.group.WORLD)
+        except ValueError as error:
+            return str(error)
+
+    messages = on_ranks(2, rank, checkpoint("llama"))
+    assert messages[0] == messages[1] and "prompt 3 is empty" in messages[0]
 
 
 def test_rt_05_a_replica_of_two_groups_may_finish_first(on_ranks, checkpoint, tiny64):

@@ -74,7 +74,7 @@ def test_dec_08_a_budget_of_nothing():
     assert one(model, [5], 0) == ([], "length") and model.passes == []
     [first, second] = decode.generate(model, [Request([5], 0), Request([5], 2)])
     assert (first.ids, second.ids) == ([], [6, 7]) and first.ttft is None
-    with pytest.raises(ValueError, match="max_new_tokens must be >= 0, it is -1"):
+    with pytest.raises(ValueError, match="max_new_tokens must be >= 0 and whole, it is -1"):
         one(model, [5], -1)
 
 
@@ -260,3 +260,47 @@ def test_perf_03_prefill_is_no_decode_and_prompts_are_no_output():
     assert speed.ttft == pytest.approx(0.4, rel=0.1) and speed.tpot == pytest.approx(0.02, rel=0.3)
     assert speed.decode_rate == pytest.approx(100, rel=0.3)
     assert (speed.output_tokens, speed.prompt_tokens) == (22, 14)
+
+
+# Requests with something wrong with them.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ids": "hello"}, "ids must be a list of whole numbers"),
+        ({"ids": [1.5]}, "ids must be a list of whole numbers"),
+        ({"ids": [1], "stop_ids": 5}, "stop_ids must be a list"),
+        ({"ids": [1], "max_new_tokens": 2.5}, "max_new_tokens must be >= 0 and whole, it is 2.5"),
+        ({"ids": [1], "min_new_tokens": -1}, "min_new_tokens"),
+    ],
+)
+def test_bad_requests(options, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**options)
+
+
+@pytest.mark.parametrize("prompts", [[1, 5, 9], ["hello"]])
+def test_prompts_that_are_no_lists_of_ids(prompts):
+    with pytest.raises(ValueError, match="one list a prompt; number 0 is"):
+        decode.generate(ScriptedModel(SCRIPT), prompts)
+
+
+def test_one_stop_string_is_one_and_a_tensor_is_a_list():
+    assert spoken("ta gamma").text == " be"
+    assert one(ScriptedModel(SCRIPT), torch.tensor([5]), 2)[0] == [6, 7]
+
+
+def test_stop_ids_beyond_the_vocabulary_do_no_harm():
+    assert one(ScriptedModel(SCRIPT), [5], 3, stop_ids=[999, 2], min_new_tokens=1)[0] == [6, 7, 2]
+
+
+def test_a_stream_complains_at_once():
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        decode.stream(ScriptedModel(SCRIPT), [[]])
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-50, 1e-300])
+def test_a_very_small_temperature_is_as_good_as_greedy(temperature, tiny64):
+    sampled = ids_of(decode.generate(tiny64, [[3, 1, 4]], 8, sampling=Sampling(temperature, seed=1)))
+    assert sampled == [naive_greedy(tiny64, [3, 1, 4], 8)]

@@ -140,6 +140,34 @@ def test_the_same_error_on_all_ranks_is_shown_once():
     assert str(caught.value).count("KeyError") == 1
 
 
+def test_what_a_failing_rank_printed_is_shown(capfd):
+    def speak_and_fail():
+        print("the value was", 42)
+        raise ValueError("boom")
+
+    with pytest.raises(RankError):
+        launch(speak_and_fail, 2)
+    assert "[rank 1] the value was 42" in capfd.readouterr().out
+
+
+def test_a_rank_that_closes_its_connection():
+    def close_everything():
+        if dist.get_rank() == 1:
+            os.closerange(3, 200)
+        time.sleep(20)
+
+    with pytest.raises(RankError, match="rank 1"):
+        launch(close_everything, 2)
+
+
+def test_an_interrupt_of_something_else_leaves_idle_ranks_alone():
+    with Ranks(2) as world:
+        for process in world._processes:
+            os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        assert world.run(dist.get_rank) == [0, 1]
+
+
 def test_a_result_that_cannot_travel():
     with pytest.raises(RankError, match="pickle"):
         launch(threading.Lock, 2)

@@ -43,6 +43,17 @@ def test_a_file_of_another_kind(tmp_path):
         minifer.load(tmp_path / "model.bin")
 
 
+def test_a_dtype_that_is_none():
+    for dtype in ("float32", torch.int8):
+        with pytest.raises(ValueError, match=r"floating torch\.dtype"):
+            minifer.load("tiny", dtype)
+
+
+def test_look_up_reads_no_weights():
+    config, tokenizer = loading.look_up("tiny")
+    assert config.layers == 8 and tokenizer.vocabulary == 4096
+
+
 def test_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(

@@ -95,6 +95,7 @@ def test_dec_06_temperature_zero(options):
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": 1.5}, "seed"),
     ],
 )
 def test_bad_options(options, message):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from minifer import status, tour
+from minifer.verdict import Result
 
 ROOT = Path(__file__).parent.parent
 
 
-def result(name: str, exact: bool = True) -> tour.Result:
-    return tour.Result(name, 2, exact, 1.0, 0.5, 1234.4, 99.6, 1.456)
+def result(name: str, exact: bool = True) -> Result:
+    return Result(name, 2, exact, 1.0, 0.5, 1234.4, 99.6, 1.456)
 
 
 def test_the_readme_has_a_row_for_every_technique_and_they_lead_somewhere():

@@ -31,21 +31,46 @@ def test_dec_05_a_budget_that_cuts_a_character():
 def test_dec_05_bytes_that_are_no_character_do_not_hold_the_stream():
     pieces = stream(b"\xffabc")
     assert "".join(pieces) == REPLACEMENT + "abc" and pieces[1] == REPLACEMENT + "a"
-    assert "".join(stream(b"\xff\xff\xff\xff\xff\xff" + b"ok")).endswith("ok")
-    assert "".join(stream(b"\xff\xff\xff\xff\xff\xff"))[:4] == REPLACEMENT * 4  # let go after the longest character's length
+    pieces = stream(b"\xff" * 6 + b"ok")
+    assert "".join(pieces) == REPLACEMENT * 6 + "ok"
+    assert pieces[3] == REPLACEMENT  # no more is held back than could still become a character
+
+
+@pytest.mark.parametrize("before", [b"", b"\xff", b"\xff\xff", "é😀".encode()[:5], b"plain "])
+def test_a_character_behind_bytes_that_are_none(before):
+    text = before + "😀a日".encode()
+    pieces = stream(text)
+    assert "".join(pieces) == text.decode("utf-8", "replace")
+    whole = [piece for piece in pieces if "😀" in piece]
+    assert len(whole) == 1
 
 
 def test_a_token_with_the_end_of_one_character_and_the_begin_of_another():
     parts = [b"a\xc3", b"\xa9\xf0\x9f", b"\x91\x8d!"]
     decode = lambda ids: b"".join(parts[token] for token in ids).decode("utf-8", "replace")  # noqa: E731
-    assert stream([0, 1, 2], decode) == ["", "", "aé👍!", ""]
+    assert stream([0, 1, 2], decode) == ["a", "é", "👍!", ""]
+
+
+WORDS = ["▁the", "▁cat", "s", "▁sat", ""]  # the last one is a special token
+
+
+def words_decode(ids) -> str:
+    """Sentencepiece drops the space before the first word only."""
+    return "".join(WORDS[token] for token in ids).replace("▁", " ").removeprefix(" ")
 
 
 def test_decoders_that_treat_the_first_token_specially():
-    """Sentencepiece drops the space before the first word only."""
-    words = ["▁the", "▁cat", "s", "▁sat"]
-    decode = lambda ids: "".join(words[token] for token in ids).replace("▁", " ").removeprefix(" ")  # noqa: E731
-    assert stream([0, 1, 2, 3], decode) == ["the", " cat", "s", " sat", ""]
+    assert stream([0, 1, 2, 3], words_decode) == ["the", " cat", "s", " sat", ""]
+    assert stream([0, 4, 1], words_decode) == ["the", "", " cat", ""]  # a special token in between
+    # A stream that continues a prompt keeps the space between them.
+    continuing = Detokenizer(words_decode, before=[0, 1, 2])
+    assert [continuing.feed(3), continuing.feed(0)] == [" sat", " the"]
+
+
+def test_long_streams_stay_whole():
+    text = "a é 日 👍 " * 40
+    assert "".join(stream(text.encode())) == text
+    assert "".join(stream([0, 1, 2, 3] * 50, words_decode)) == words_decode([0, 1, 2, 3] * 50)
 
 
 PIECES = ["alpha", " be", "ta", " gam", "ma", " delta"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from minifer import cli, tour
+from minifer import cli, tour, verdict
 from minifer.batch import Completion
 
 
@@ -34,7 +34,8 @@ def test_every_technique_is_exact_and_measured(seen):
 
 def test_the_table_fits_a_terminal(seen):
     text = seen[1]
-    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    table = text[text.index("every technique") : text.index("tokens/pass:")]
+    assert "…" not in table and all(len(line) <= 80 for line in table.splitlines())
     assert "autoregressive decode" in text and text.count("yes") == 2 and "def moving_average" in text
 
 
@@ -42,31 +43,47 @@ def completion(*ids: int) -> Completion:
     return Completion(list(ids), None, "length", 3, 0.1, 0.1, 1.0)
 
 
-def run(*texts: tuple[int, ...], margin: float = 9.0) -> tour.Run:
+def run(*texts: tuple[int, ...], margin: float = 9.0) -> verdict.Run:
     margins = {number: [margin] * len(ids) for number, ids in enumerate(texts)}
-    return tour.Run([completion(*ids) for ids in texts], 1.0, 6, margins, tour.trace.Record())
+    return verdict.Run([completion(*ids) for ids in texts], 4, margins)
+
+
+GOOD = ((1, 2), (3, 4))
+WRONG = ((1, 2), (3, 5))
+TWO_WRONG = ((8, 2), (3, 5))
 
 
 @pytest.mark.parametrize(
-    ("other", "margin", "dtype", "exact", "told"),
+    ("other", "margins", "dtype", "exact", "told"),
     [
-        (((1, 2), (3, 4)), 9.0, torch.float32, True, ""),
-        (((1, 2), (3, 5)), 9.0, torch.float32, False, "DIFFERS: first at prompt 1, token 1: plain 4 (margin 9.0000), here 5"),
-        (((1, 2), (3, 5)), 0.1, torch.float32, False, "DIFFERS"),  # float32 forgives nothing
-        (((1, 2), (3, 5)), 0.1, torch.bfloat16, True, "a tie within 0.25: first at prompt 1, token 1"),
-        (((1, 2), (3, 5)), 0.3, torch.bfloat16, False, "DIFFERS"),
-        (((1, 2), (3,)), 9.0, torch.float32, False, "plain 4 (margin 9.0000), here None"),
+        (GOOD, (9.0, 9.0), torch.float32, True, ""),
+        (WRONG, (9.0, 9.0), torch.float32, False, "DIFFERS: first at prompt 1, token 1: plain 4 (margin 9.0000), here 5"),
+        (WRONG, (0.1, 0.1), torch.float32, False, "DIFFERS"),  # float32 forgives nothing
+        (WRONG, (0.1, 0.2), torch.bfloat16, True, "a tie within 0.25: first at prompt 1, token 1"),
+        (WRONG, (0.1, 0.3), torch.bfloat16, False, "DIFFERS"),  # one of the two was sure
+        (WRONG, (0.3, 0.1), torch.bfloat16, False, "DIFFERS"),
+        (((1, 2), (3,)), (9.0, 9.0), torch.float32, False, "plain 4 (margin 9.0000), here None"),
     ],
 )
-def test_verdicts(other, margin, dtype, exact, told):
-    stop = tour.Stop("x", 1, tour.plain)
-    result = tour._judge(stop, [[run(*other, margin=margin)]], [[run((1, 2), (3, 4))]], dtype)
+def test_verdicts(other, margins, dtype, exact, told):
+    plain, technique = run(*GOOD, margin=margins[0]), run(*other, margin=margins[1])
+    result = verdict.judge("x", [technique], [[technique]], [plain], [[plain]], dtype)
     assert result.exact is exact and told in result.difference
+    # A difference in a run that was only timed counts as well.
+    result = verdict.judge("x", [run(*GOOD, margin=margins[1])], [[technique]], [plain], [[plain]], dtype)
+    assert result.exact is exact and told[:4] in result.difference
 
 
-def spoilt(model, prompts, tokens):
+def test_the_difference_that_fails_is_the_one_that_is_told():
+    plain, technique = run(*GOOD), run(*TWO_WRONG)
+    plain.margins, technique.margins = {0: [0.1, 0.1], 1: [0.1, 5.0]}, {0: [0.1, 0.1], 1: [0.1, 6.0]}
+    result = verdict.judge("x", [technique], [[technique]], [plain], [[plain]], torch.bfloat16)
+    assert not result.exact and "DIFFERS: first at prompt 1, token 1: plain 4 (margin 5.0000)" in result.difference
+
+
+def spoilt(model, prompts, tokens, watched):
     """Data parallelism that gets one token of one prompt wrong on rank 1."""
-    given = tour.replicas(model, prompts, tokens)
+    given = tour.replicas(model, prompts, tokens, watched)
     if dist.get_rank() == 1:
         given.completions[-1].ids[-1] += 1
     return given
@@ -80,3 +97,17 @@ def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys, tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.with_stem("tour-dark").is_file()
     out = capsys.readouterr().out
     assert "NO" in out and "DIFFERS: first at prompt 5, token 3" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "2048"], "2048 new tokens leave no room for a prompt in a context of 2048"),
+        (["--picture", "no/such/folder/x.png"], "no place for a picture"),
+        (["--picture", "."], "no place for a picture"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(arguments, message, capsys):
+    assert cli.main(["tour", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and out == ""

@@ -118,3 +118,11 @@ def test_timeline_of_made_up_records():
     computing, waiting, moving = "computing", "waiting", "communicating"
     assert shown[0] == [(computing, 0, 1), (waiting, 1, 3), (moving, 3, 4), (computing, 4, 7), (moving, 7, 8), (computing, 8, 10)]
     assert shown[1] == [(computing, 0, 3), (moving, 3, 4), (computing, 4, 6), (waiting, 6, 7), (moving, 7, 8), (computing, 8, 10)]
+
+
+def test_a_transfer_is_not_taken_for_a_collective_of_two():
+    """Rank 1 posts its receive early; the all-reduce between is on time."""
+    group = (0, 1)
+    first = Record(0, 0, 8, [Event("all_reduce", group, 8, 1, 1, 2), Event("send", group, 4, 5, 5, 6, peer=1)])
+    second = Record(1, 0, 8, [Event("irecv", group, 4, 0, 5, 6, peer=0), Event("all_reduce", group, 8, 1, 1, 2)])
+    assert [trace.seconds(line, "waiting") for line in trace.timeline([first, second])] == [0, 0]

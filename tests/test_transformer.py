@@ -185,3 +185,15 @@ def test_spec_21_of_equal_logits_the_lowest_id_wins(tiny64):
 def test_without_a_cache_spans_start_at_zero(tiny64):
     with pytest.raises(ValueError, match="without a cache"):
         tiny64(Pass(torch.tensor([1]), (Span(0, 3, 1),), (0,)))
+
+
+@torch.inference_mode()
+def test_wanted_tokens_come_in_the_order_they_were_asked_for(tiny64):
+    straight, turned = (tiny64(Pass(torch.tensor([4, 5]), (Span(0, 0, 2),), wanted)).hidden for wanted in ((0, 1), (1, 0)))
+    assert torch.equal(turned, straight[[1, 0]])
+
+
+def test_states_of_layers_that_are_not_there(tiny64):
+    for states in ((-1, 3), (99,)):
+        with pytest.raises(ValueError, match="of a model of 5"):
+            tiny64(whole([[1, 2]], states))

@@ -73,6 +73,15 @@ def test_a_range_twice_is_replicated():
     assert filled(weights.select(weights.declare(("t", (4, 3))), 0, [(1, 2), (1, 2)]), t=rows(0, 4))[:, 0].tolist() == [1, 1]
 
 
+def test_parameters_without_a_share_keep_their_shapes():
+    """Ranks more than rows: nothing is left of either matrix, and still they are two."""
+    holder = torch.nn.Module()
+    for name, width in (("a", 8), ("b", 6)):
+        holder.register_parameter(name, weights.select(weights.declare((name, (4, width))), 0, []))
+    weights.fill(holder, Memory(), torch.float32)
+    assert holder.a.shape == (0, 8) and holder.b.shape == (0, 6)
+
+
 def test_blocks_cover_a_large_piece(monkeypatch):
     monkeypatch.setattr(weights, "BLOCK_BYTES", 50)  # 4 rows of 3 float32
     assert torch.equal(filled(weights.declare(("t", (11, 3))), t=rows(0, 11)), rows(0, 11))

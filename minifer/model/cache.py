@@ -63,19 +63,25 @@ class Cache:
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def begin(self, pass_: Pass) -> None:
-        """Once a pass, before its first layer: move together what a tree keeps, cut each row to its span's start, enter the ids."""
-        for row, slots in (pass_.keep or {}).items():
-            self._keep(row, slots)
+        """Once a pass, before its first layer: move together what a tree keeps, and cut each row to its span's start."""
+        keep = pass_.keep or {}
         for row, start, count in pass_.spans:
             if not 0 <= row < self.rows:
                 raise ValueError(f"row {row} of a cache of {self.rows} rows")
-            if start > len(self.tokens[row]):
-                raise ValueError(f"row {row} holds {len(self.tokens[row])} tokens: a pass cannot start at {start}")
+            held = self._last_start[row] + len(keep[row]) if row in keep else len(self.tokens[row])
+            if start > held:
+                raise ValueError(f"row {row} holds {held} tokens: a pass cannot start at {start}")
             if start + count > self.capacity:
                 raise ValueError(f"row {row}: {start} + {count} tokens do not fit a cache of {self.capacity}")
+        for row, slots in keep.items():
+            self._keep(row, slots)
+        for row, start, _ in pass_.spans:
+            del self.tokens[row][start:]
+
+    def commit(self, pass_: Pass) -> None:
+        """Once a pass, after its last layer: from now on the rows hold its tokens. A pass that was broken off never says so."""
         ids = pass_.ids.tolist()
         for at, (row, start, count) in zip(pass_.offsets, pass_.spans):
-            del self.tokens[row][start:]
             self.tokens[row] += ids[at : at + count]
             self._last_start[row] = start
 

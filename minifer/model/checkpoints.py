@@ -1,18 +1,18 @@
 """Tensors of a Hugging Face folder, read box by box.
 
-Which files hold what is said by the index, or there is a single model.safetensors; stray files beside them are not looked
-at. All of it is checked on opening: a missing or cut-off shard is found before any number is read.
+There is a single model.safetensors, or an index says which files hold what; stray files beside them are not looked at.
+All of it is checked on opening: a missing or cut-off shard is found before any number is read.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .config import read_json
 from .weights import Box
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -73,11 +73,13 @@ class SafetensorsFolder:
 
 def _files(folder: Path) -> dict[str, str]:
     """{tensor name: file name}; {"": file} where a single file holds all."""
-    index = folder / INDEX
-    if index.is_file():
-        return dict(json.loads(index.read_text())["weight_map"])
     if (folder / SINGLE).is_file():
         return {"": SINGLE}
+    if (folder / INDEX).is_file():
+        where = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise ValueError(f"{folder / INDEX} has no weight_map")
+        return where
     present = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     raise FileNotFoundError(
         f"{folder} holds neither {SINGLE} nor {INDEX} (weights found: {', '.join(present) or 'none'}); "

@@ -86,16 +86,27 @@ class Config:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises a ValueError that names the file."""
+    try:
+        held = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no readable JSON: {error}") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(held).__name__}")
+    return held
+
+
 def read_config(folder: Path, ignore: Sequence[str] = ()) -> Config:
     """The Config of a Hugging Face folder. `ignore`: keys of config.json that the caller knows to be harmless."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json")
-    raw = json.loads(path.read_text())
+    raw = read_json(path)
     ends = _as_ids(raw.get("eos_token_id"))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        ends += _as_ids(json.loads(generation.read_text()).get("eos_token_id"))
+        ends += _as_ids(read_json(generation).get("eos_token_id"))
     return from_dict(raw, ignore, tuple(dict.fromkeys(ends)))
 
 
@@ -107,9 +118,9 @@ def from_dict(raw: dict[str, Any], ignore: Sequence[str] = (), end_ids: tuple[in
     _refuse_unknown(raw, ignore)
     width, heads, layers = (_need(raw, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     # Where a file leaves these out, they mean what transformers' own class of the family means by default.
-    kv_heads = raw.get("num_key_value_heads", 8 if family == "mistral" else None) or heads
-    head_dim = raw.get("head_dim", 128 if family == "qwen3" else None) or width // heads
-    context = raw.get("max_position_embeddings") or {"llama": 2048, "mistral": 131072}.get(family, 32768)
+    kv_heads = _need(raw, "num_key_value_heads", 8 if family == "mistral" and "num_key_value_heads" not in raw else heads)
+    head_dim = _need(raw, "head_dim", 128 if family == "qwen3" and "head_dim" not in raw else width // heads)
+    context = _need(raw, "max_position_embeddings", {"llama": 2048, "mistral": 131072}.get(family, 32768))
     attention_bias = bool(raw.get("attention_bias", False))
     return Config(
         family=family,
@@ -122,7 +133,7 @@ def from_dict(raw: dict[str, Any], ignore: Sequence[str] = (), end_ids: tuple[in
         vocabulary=_need(raw, "vocab_size"),
         context=context,
         rope=_rope(raw, context),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=_number(dict(raw), "rms_norm_eps", 1e-6),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
@@ -162,7 +173,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 def _refuse_unknown(raw: dict[str, Any], ignore: Sequence[str]) -> None:
     known = HARMLESS | USED | set(ignore)
     # A key that says "no" asks for nothing.
-    unknown = {k: v for k, v in raw.items() if k not in known and v not in (None, False) and not k.startswith("_")}
+    unknown = {k: v for k, v in raw.items() if k not in known and v is not None and v is not False and not k.startswith("_")}
     if unknown:
         shown = ", ".join(f"{key}={json.dumps(value)[:60]}" for key, value in sorted(unknown.items()))
         raise ValueError(
@@ -174,14 +185,27 @@ def _refuse_unknown(raw: dict[str, Any], ignore: Sequence[str]) -> None:
             raise ValueError(f"{key}={raw[key]!r} is not supported; supported: {supported!r}")
 
 
-def _need(raw: dict[str, Any], key: str) -> int:
-    if not isinstance(raw.get(key), int) or raw[key] < 1:
-        raise ValueError(f"config.json: {key} must be a positive integer, it is {raw.get(key)!r}")
-    return raw[key]
+def _need(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = default if raw.get(key) is None else raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key} must be a positive integer, it is {value!r}")
+    return value
+
+
+def _number(options: dict[str, Any], key: str, default: float | None = None) -> float:
+    """Take a number out of options; without a default it must be there."""
+    value = options.pop(key, None)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"config.json: {key} must be a number, it is {value!r}")
+    return float(value)
 
 
 def _as_ids(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+    ids = [] if value is None else list(value) if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"eos_token_id must be an id or a list of ids, it is {value!r}")
+    return ids
 
 
 def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
@@ -207,24 +231,32 @@ def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int | None,
 
 def _rope(raw: dict[str, Any], context: int) -> Rope:
     """Both forms: rope_theta beside rope_scaling, and the newer rope_parameters with theta inside."""
-    options = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(options.pop("rope_theta", raw.get("rope_theta", 10000.0)))
-    old, new = options.pop("type", None), options.pop("rope_type", None)
-    kind = new or old or "default"
-    if kind in ("default", "linear"):
-        rope = Rope(theta, kind, factor=float(options.pop("factor", 1.0)))
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if new and old and new != old:
+        raise ValueError(f"config.json has two rotary scalings: rope_parameters={new} and rope_scaling={old}")
+    options = dict(new or old or {})
+    theta = _number(options, "rope_theta", _number(dict(raw), "rope_theta", 10000.0))
+    types = [options.pop("rope_type", None), options.pop("type", None)]
+    kind = types[0] or types[1] or "default"
+    original = options.get("original_max_position_embeddings")
+    if kind == "default":
         options.pop("original_max_position_embeddings", None)
+        rope = Rope(theta, factor=_number(options, "factor", 1.0))
+    elif kind == "linear":
+        options.pop("original_max_position_embeddings", None)
+        rope = Rope(theta, kind, factor=_number(options, "factor"))
     elif kind == "llama3":
         rope = Rope(
             theta,
             kind,
-            factor=float(options.pop("factor")),
-            original_context=int(options.pop("original_max_position_embeddings")),
-            low_frequency=float(options.pop("low_freq_factor")),
-            high_frequency=float(options.pop("high_freq_factor")),
+            factor=_number(options, "factor"),
+            original_context=int(_number(options, "original_max_position_embeddings")),
+            low_frequency=_number(options, "low_freq_factor"),
+            high_frequency=_number(options, "high_freq_factor"),
         )
     elif kind == "yarn":
-        rope = _yarn_options(theta, options, context)
+        options.pop("original_max_position_embeddings", None)
+        rope = _yarn(theta, options, context, int(original or context))
     else:
         raise ValueError(f"rotary scaling {kind!r} is not supported; supported: default, linear, llama3, yarn")
     if options.get("partial_rotary_factor") == 1:
@@ -235,25 +267,21 @@ def _rope(raw: dict[str, Any], context: int) -> Rope:
     return rope
 
 
-def _yarn_options(theta: float, options: dict[str, Any], context: int) -> Rope:
-    original = int(options.pop("original_max_position_embeddings", None) or context)
-    factor = float(options.pop("factor", None) or context / original)
-    attention_factor = options.pop("attention_factor", None)
-    mscale, mscale_all = options.pop("mscale", None), options.pop("mscale_all_dim", None)
+def _yarn(theta: float, options: dict[str, Any], context: int, original: int) -> Rope:
+    factor = _number(options, "factor", context / original)
+    scales = options.pop("mscale", None), options.pop("mscale_all_dim", None)
 
     def temperature(scale: float) -> float:  # arXiv 2309.00071 §3.4
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    if attention_factor is None:
-        both = mscale and mscale_all
-        attention_factor = temperature(mscale) / temperature(mscale_all) if both else temperature(1.0)
+    usual = temperature(scales[0]) / temperature(scales[1]) if scales[0] and scales[1] else temperature(1.0)
     return Rope(
         theta,
         "yarn",
         factor=factor,
         original_context=original,
-        beta_fast=float(options.pop("beta_fast", None) or 32),
-        beta_slow=float(options.pop("beta_slow", None) or 1),
-        attention_factor=float(attention_factor),
+        beta_fast=_number(options, "beta_fast", 32.0),
+        beta_slow=_number(options, "beta_slow", 1.0),
+        attention_factor=_number(options, "attention_factor", usual),
         truncate=bool(options.pop("truncate", True)),
     )

@@ -119,9 +119,17 @@ def _config(metadata: dict[str, Any], tensors: Collection[str], ignore: Sequence
     if architecture != "llama":
         raise ValueError(f"GGUF architecture {architecture!r} is not supported; supported: llama")
     options = {key[6:]: value for key, value in metadata.items() if key.startswith("llama.")}
-    unknown = sorted(options.keys() - KNOWN - set(ignore))
+    passed = {key.removeprefix("llama.") for key in ignore}
+    unknown = [f"llama.{key}" for key in sorted(options.keys() - KNOWN - passed) if options[key] not in (0, "")]
     if unknown:
-        raise ValueError(f"the GGUF file asks for what minifer does not know: {', '.join('llama.' + key for key in unknown)}")
+        raise ValueError(
+            f"the GGUF file asks for what minifer does not know: {', '.join(unknown)}. If it changes nothing in what the model "
+            f"computes, pass ignore={tuple(unknown)}"
+        )
+    needed = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+    for key in (*needed, "attention.layer_norm_rms_epsilon"):
+        if not isinstance(options.get(key), (int, float)):
+            raise ValueError(f"the GGUF file must say llama.{key} as a number, it says {options.get(key)!r}")
     heads, width = options["attention.head_count"], options["embedding_length"]
     head_dim = options.get("attention.key_length", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -150,8 +158,10 @@ def _config(metadata: dict[str, Any], tensors: Collection[str], ignore: Sequence
 
 
 def _rope(options: dict[str, Any]) -> Rope:
-    theta, kind = float(options.get("rope.freq_base", 10000.0)), options.get("rope.scaling.type", "none")
-    factor = float(options.get("rope.scaling.factor", 1.0))
+    theta, factor = float(options.get("rope.freq_base", 10000.0)), float(options.get("rope.scaling.factor", 1.0))
+    kind = options.get("rope.scaling.type", "linear" if factor != 1 else "none")  # as llama.cpp takes it
+    if options.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise ValueError(f"llama.rope.scaling.attn_factor={options['rope.scaling.attn_factor']} is not supported")
     if kind == "none":
         return Rope(theta)
     if kind == "linear":

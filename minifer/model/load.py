@@ -57,10 +57,11 @@ def load(
     filled since its last call. finish: fuse and pack the weights; False where they are to be looked at or trained. Raises
     ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
     """
-    place = find(name)
     device = torch.device(device or default_device())
     dtype = dtype or default_dtype(device)
-    config, checkpoint, tokenizer = _open(place, ignore)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating torch.dtype, it is {dtype!r}")
+    config, checkpoint, tokenizer = _open(find(name), ignore)
     model = Transformer(config)
     extra = COMPUTED_ANYWAY + (("lm_head.weight",) if config.tied else ())
     weights.check(model.tensors, checkpoint, may_be_extra=extra)
@@ -70,9 +71,15 @@ def load(
     return (model.finish() if finish else model), tokenizer
 
 
+def look_up(name: str | Path, ignore: Sequence[str] = ()) -> tuple[Config, Tokenizer]:
+    """Config and tokenizer of the model of this name, without its weights."""
+    config, _, tokenizer = _open(find(name), ignore)
+    return config, tokenizer
+
+
 def find(name: str | Path) -> Path:
     """The folder or the GGUF file behind a name; fetched if need be."""
-    text, path = str(name), Path(name)
+    text, path = str(name), Path(name).expanduser()
     if text in BUNDLED:
         return data_folder() / text
     if text == "smollm2":
@@ -117,7 +124,14 @@ def _open(place: Path, ignore: Sequence[str]) -> tuple[Config, weights.Checkpoin
 
 
 def _from_hub(name: str) -> Path:
-    wanted = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.jinja"]
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer*",
+        "*.jinja",
+    ]
     try:
         return Path(snapshot_download(name, allow_patterns=[*wanted, "special_tokens_map.json"]))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:

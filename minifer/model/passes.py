@@ -59,6 +59,14 @@ class Pass:
         total = sum(span.count for span in self.spans)
         if total != len(self.ids):
             raise ValueError(f"the spans of a pass hold {total} tokens, its ids {len(self.ids)}")
+        if any(span.count < 1 or span.start < 0 for span in self.spans):
+            raise ValueError(f"a span has one token at least and starts at 0 or later: {self.spans}")
+        if self.wanted and not (min(self.wanted) >= 0 and max(self.wanted) < total):
+            raise ValueError(f"wanted tokens {self.wanted} of a pass of {total}")
+        if self.parents is not None:
+            for span, parents in zip(self.spans, self.parents, strict=True):
+                if len(parents) != span.count or any(not -1 <= parent < token for token, parent in enumerate(parents)):
+                    raise ValueError(f"parents {parents} of {span.count} tokens: each comes after its parent, -1 is the context")
         if len({span.row for span in self.spans}) != len(self.spans):
             raise ValueError(f"a row appears twice in one pass: {[span.row for span in self.spans]}")
 

@@ -45,6 +45,8 @@ class Sampling:
             raise ValueError(f"top_p must lie in 0..1, it is {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in 0..1, it is {self.min_p}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number or None, it is {self.seed!r}")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty must be > 0, it is {self.repetition_penalty}")
 
@@ -83,8 +85,9 @@ def penalise(logits: torch.Tensor, samplings: Sequence[Sampling], texts: Sequenc
 def distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """The distribution [R, V] that each row's token is drawn from, float32 at least. A greedy row is a point mass."""
     greedy = torch.tensor([sampling.greedy for sampling in samplings], device=logits.device)
-    temperature = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=logits.device)
-    scaled = logits / temperature[:, None].to(logits.dtype)
+    temperature = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device, dtype=torch.float64)
+    # The largest logit becomes 0 first: then no temperature above 0, however small, can make it overflow.
+    scaled = ((logits - logits.amax(-1, keepdim=True)) / temperature[:, None]).to(logits.dtype)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         scaled = _top_k_and_p(scaled, samplings)
     probabilities = scaled.softmax(-1)

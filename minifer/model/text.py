@@ -9,37 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
-LONGEST_CHARACTER = 4  # bytes, so at most as many tokens
+UNFINISHED = 3  # bytes at most of a character that is not complete, so at most as many replacements
+CONTEXT = 8  # ids kept in front, because decoders treat the first one specially
 
 
 class Detokenizer:
-    """Feed ids, get text. `decode` turns a list of ids into text."""
+    """Feed ids, get text. decode: a list of ids -> text. before: the ids that the stream continues, a prompt's, say."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # the last piece that left, as context, and what is held back
-        self._sent = 0  # how many of them have left
+        self._ids = list(before[-CONTEXT:])
+        self._shown = len(decode(self._ids)) if self._ids else 0  # characters of their text that need not be shown (again)
 
     def feed(self, new: int) -> str:
         """The text that this id completes, perhaps none."""
         self._ids.append(new)
-        text = self._fresh()
-        held = len(self._ids) - self._sent
-        # An unfinished character shows as a replacement at the end. Bytes that never become one are let go in the end.
-        if text.endswith(REPLACEMENT) and held < LONGEST_CHARACTER:
-            return ""
-        self._ids, self._sent = self._ids[self._sent :], held
-        return text
+        text = self._decode(self._ids)
+        # A character that is not complete yet shows as replacements at the end: so few can still turn into one.
+        held = min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED)
+        end = len(text) - held
+        piece, self._shown = text[self._shown : end], max(self._shown, end)
+        if not held and len(self._ids) > 2 * CONTEXT:
+            self._forget()
+        return piece
 
     def flush(self) -> str:
         """What is held back at the end of the stream: an unfinished character becomes one replacement."""
-        text = self._fresh() if len(self._ids) > self._sent else ""
-        self._sent = len(self._ids)
-        return text.rstrip(REPLACEMENT) + REPLACEMENT if text.endswith(REPLACEMENT) else text
+        text = self._decode(self._ids)
+        rest, self._shown = text[self._shown :], len(text)
+        return rest.rstrip(REPLACEMENT) + REPLACEMENT if rest.endswith(REPLACEMENT) else rest
 
-    def _fresh(self) -> str:
-        """Text of the ids not yet sent. Decoded behind the ids before them, because decoders treat the first one specially."""
-        return self._decode(self._ids)[len(self._decode(self._ids[: self._sent])) :]
+    def _forget(self) -> None:
+        """Keep the last few ids only, if they have a text to stand behind."""
+        text = self._decode(self._ids[-CONTEXT:])
+        if text:
+            self._ids, self._shown = self._ids[-CONTEXT:], len(text)
 
 
 class StopStrings:

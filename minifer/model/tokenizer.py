@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from .config import read_json
 from .text import Detokenizer
 
 Messages = Sequence[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -26,7 +27,7 @@ Messages = Sequence[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")}
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # GGUF's token types that matter here
+CONTROL, USER_DEFINED = 3, 4  # GGUF's token types that matter here
 
 
 class Tokenizer:
@@ -54,9 +55,9 @@ class Tokenizer:
         """Text of ids, special tokens left out unless asked for."""
         return self.core.decode(list(ids), skip_special_tokens=not special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """For a stream of ids."""
-        return Detokenizer(self.decode)
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """For a stream of ids that continues `before`."""
+        return Detokenizer(self.decode, before)
 
     def chat_text(self, messages: Messages, answer: bool = True) -> str:
         """The messages as the model was trained to see them; with `answer`, up to where its answer begins."""
@@ -69,7 +70,7 @@ class Tokenizer:
         try:
             template = environment.from_string(self.template)
             return template.render(messages=list(messages), add_generation_prompt=answer, **self.special)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template fails on these messages: {error}") from error
 
     def encode_chat(self, messages: Messages, answer: bool = True) -> list[int]:
@@ -82,13 +83,16 @@ def from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json, the only tokenizer format that is read")
-    core = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        core = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no readable tokenizer: {error}") from None
     core.no_padding()
     core.no_truncation()  # both are training's settings, and would change a prompt silently
     options: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            options |= json.loads((folder / name).read_text())
+            options |= read_json(folder / name)
     special = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = options.get(key)
@@ -99,7 +103,7 @@ def from_folder(folder: Path) -> Tokenizer:
     if isinstance(template, list):  # several, by name
         template = {one["name"]: one["template"] for one in template}.get("default")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text()
+        template = (folder / "chat_template.jinja").read_text("utf-8")
     end = core.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return Tokenizer(core, () if end is None else (end,), special, template)
 
@@ -115,15 +119,16 @@ def from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     else:
         raise ValueError(f"tokenizer.ggml.model={kind!r} is not supported in GGUF files; supported: gpt2, llama")
     tokens, types = options["tokens"], options.get("token_type", [])
-    core.add_special_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == CONTROL])
-    core.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == USER_DEFINED])
+    core.add_special_tokens([AddedToken(token, normalized=False) for token, type_ in zip(tokens, types) if type_ == CONTROL])
+    core.add_tokens([AddedToken(token, normalized=False) for token, type_ in zip(tokens, types) if type_ == USER_DEFINED])
     ids = {name: options.get(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding")}
     special = {
         f"{short}_token": tokens[ids[name]]
         for name, short in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad"))
         if ids[name] is not None
     }
-    if options.get("add_bos_token", kind == "llama") and ids["bos"] is not None:
+    # What files leave out, llama.cpp takes for granted for these.
+    if options.get("add_bos_token", kind == "llama" or options.get("pre") == "llama-bpe") and ids["bos"] is not None:
         bos = special["bos_token"]
         core.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]

@@ -139,7 +139,7 @@ class Head(nn.Module):
         self.linear = Linear(name, config.vocabulary, config.width)
 
     def forward(self, hidden: Hidden, states: list[torch.Tensor], pass_: Pass) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        if len(pass_.wanted) != len(hidden):
+        if pass_.wanted != tuple(range(len(hidden))):
             hidden = hidden[list(pass_.wanted)]
         return self.norm(hidden), dict(zip(sorted(pass_.states), states))
 
@@ -179,6 +179,7 @@ class Transformer(nn.Module):
         self.agreements: list[Agreement] = []
         self.tensors = tensors_of(self)
         self.bytes_kept_twice = 0
+        self.finished = False
 
     @property
     def layers(self) -> list[Layer]:
@@ -195,6 +196,8 @@ class Transformer(nn.Module):
 
     def forward(self, pass_: Pass, cache: Cache | None = None) -> Output:
         """Run a pass. Without a cache every span must start at 0, and nothing is remembered."""
+        if any(not 0 <= number < self.config.layers for number in pass_.states):
+            raise ValueError(f"states of layers {pass_.states} of a model of {self.config.layers}")
         if cache is not None:
             cache.begin(pass_)
         elif any(span.start for span in pass_.spans):
@@ -202,6 +205,8 @@ class Transformer(nn.Module):
         given: tuple[torch.Tensor | None, dict[int, torch.Tensor] | None] = None, None
         for chunk in self.chunks:
             given = chunk(pass_, cache)
+        if cache is not None:
+            cache.commit(pass_)
         return Output(self, pass_, *given)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -214,6 +219,9 @@ class Transformer(nn.Module):
 
         A tied head is packed too, beside the rows that the embedding looks up: `bytes_kept_twice` says what that costs.
         """
+        if self.finished:
+            return self
+        self.finished = True
         embedding = {id(chunk.entrance.weight) for chunk in self.chunks if isinstance(chunk.entrance, Embedding)}
         for layer in self.layers:
             layer.attention.finish()

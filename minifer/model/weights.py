@@ -119,40 +119,42 @@ def fill(
 
     progress: called with the number of bytes of parameters filled since its last call.
     """
-    made: dict[tuple[Piece, ...], nn.Parameter] = {}
+    made: dict[tuple[torch.Size, tuple[Piece, ...]], nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
             pieces = pieces_of(parameter)
-            if pieces not in made:
+            key = (parameter.shape, pieces)
+            if key not in made:
                 real = torch.empty(parameter.shape, dtype=dtype, device=device)
                 for piece in pieces:
                     for source, target in _blocks(piece):
                         real[_slices(target)] = checkpoint.read(piece.name, source).to(dtype)
-                made[pieces] = nn.Parameter(real, requires_grad=False)
-                made[pieces].pieces = pieces  # type: ignore[attr-defined]
+                made[key] = nn.Parameter(real, requires_grad=False)
+                made[key].pieces = pieces  # type: ignore[attr-defined]
                 if progress is not None:
                     progress(real.nbytes)
-            setattr(module, name, made[pieces])
+            setattr(module, name, made[key])
 
 
 def initialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int, spread: float = 0.02) -> None:
     """Random numbers instead of a checkpoint, for training and for tests: matrices normal, norms one, biases zero."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[tuple[Piece, ...], nn.Parameter] = {}
+    made: dict[tuple[torch.Size, tuple[Piece, ...]], nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             pieces = pieces_of(parameter)
-            if pieces not in made:
+            key = (parameter.shape, pieces)
+            if key not in made:
                 real = torch.empty(parameter.shape)
                 if parameter.dim() > 1:
                     real.normal_(0, spread, generator=generator)
                 else:
                     real.fill_(0.0 if pieces[0].name.endswith("bias") else 1.0)
-                made[pieces] = nn.Parameter(real.to(device, dtype), requires_grad=False)
-                made[pieces].pieces = pieces  # type: ignore[attr-defined]
-            setattr(module, name, made[pieces])
+                made[key] = nn.Parameter(real.to(device, dtype), requires_grad=False)
+                made[key].pieces = pieces  # type: ignore[attr-defined]
+            setattr(module, name, made[key])
 
 
 def collect(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

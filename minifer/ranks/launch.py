@@ -58,18 +58,22 @@ class RankError(RuntimeError):
 class Ranks:
     """A world of `ranks` processes that stays up until `close` (or the end of a `with` block, or of the parent).
 
-    timeout: seconds that a `run` may take unless it says otherwise.
+    timeout: seconds that a `run` may take unless it says otherwise. cuda: a GPU for each rank; by default where there are
+    enough of them.
     """
 
-    def __init__(self, ranks: int, timeout: float = 600) -> None:
+    def __init__(self, ranks: int, timeout: float = 600, cuda: bool | None = None) -> None:
         if ranks < 1:
             raise ValueError(f"a world has one rank at least, not {ranks}")
+        if dist.is_torchelastic_launched():
+            raise RuntimeError("Ranks starts processes of its own; under torchrun the ranks exist: use launch")
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        if cuda and not enough:
+            raise ValueError(f"{ranks} ranks want a GPU each, there are {torch.cuda.device_count()}")
         self.ranks, self.timeout = ranks, timeout
         self._folder = tempfile.mkdtemp(prefix="minifer-ranks-")
         self._shown = {(rank, number): 0 for rank in range(ranks) for number in (1, 2)}
-        # A GPU each, or none.
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-        world = World(ranks, self._folder, max(1, _cores() // ranks), cuda)
+        world = World(ranks, self._folder, max(1, _cores() // ranks), enough if cuda is None else cuda)
         self._connections, self._processes = _start(world)
         self._close = weakref.finalize(self, _end, self._processes, self._connections, self._folder)
         self._collect("start", START_SECONDS)
@@ -83,7 +87,9 @@ class Ranks:
             try:
                 connection.send_bytes(payload)
             except OSError:
-                raise self._failed(rank, self._death(rank)) from None
+                message = self._death(rank)
+                self.close()
+                raise RankError(rank, message) from None
         replies = self._collect("run", self.timeout if timeout is None else timeout)
         self._show_outputs()
         return [cloudpickle.loads(reply.value) for reply in replies]
@@ -112,6 +118,7 @@ class Ranks:
                 if time.monotonic() >= deadline:
                     raise self._hung(what, seconds, replies)
         except BaseException:
+            self._show_outputs()  # what was printed before it went wrong is wanted now more than ever
             self.close()
             raise
         return [replies[rank] for rank in range(self.ranks)]
@@ -142,11 +149,15 @@ class Ranks:
 
     def _verdict(self, replies: dict[int, Reply]) -> RankError:
         """The cause among the signs: a rank that died, else the lowest one that raised."""
-        for rank, process in enumerate(self._processes):
-            if rank not in replies and not process.is_alive():
-                return self._failed(rank, self._death(rank))
-        rank, reply = next((rank, reply) for rank, reply in sorted(replies.items()) if not reply.ok)
-        error = self._failed(rank, f"rank {rank} raised:\n{reply.text}")
+        silent = [rank for rank in range(self.ranks) if rank not in replies]
+        for rank in silent:
+            if not self._processes[rank].is_alive():
+                return RankError(rank, self._death(rank))
+        raised = [(rank, reply) for rank, reply in sorted(replies.items()) if not reply.ok]
+        if not raised:
+            return RankError(silent[0], f"rank {silent[0]} closed its connection without an answer")
+        rank, reply = raised[0]
+        error = RankError(rank, f"rank {rank} raised:\n{reply.text}")
         with contextlib.suppress(Exception):  # an exception need not survive its journey
             error.__cause__ = cloudpickle.loads(reply.value) if reply.value else None
         return error
@@ -169,11 +180,7 @@ class Ranks:
             time.sleep(GRACE_SECONDS)
         places = "".join(f"\nrank {rank} is here:\n{_own_frames(self._output(rank, 2))}" for rank in late)
         names = ", ".join(map(str, late))
-        return self._failed(late[0], f"no answer to {what} within {seconds:g} s from rank {names} of {self.ranks}{places}")
-
-    def _failed(self, rank: int, message: str) -> RankError:
-        self.close()
-        return RankError(rank, message)
+        return RankError(late[0], f"no answer to {what} within {seconds:g} s from rank {names} of {self.ranks}{places}")
 
     def _output(self, rank: int, number: int) -> str:
         try:
@@ -193,8 +200,9 @@ class Ranks:
 def launch(function: Callable[[], Any], ranks: int, timeout: float = 600) -> list[Any]:
     """Run function() on `ranks` ranks and give their results, in rank order.
 
-    Under torchrun (or inside of a rank) the ranks exist already: every one of them gets all results, and `ranks` must be
-    their number. Raises RankError if a rank raises, dies, or takes more than `timeout` seconds.
+    Raises RankError if a rank raises, dies, or takes more than `timeout` seconds. Under torchrun (or inside of a rank) the
+    ranks exist already: every one of them gets all results, and `ranks` must be their number. An exception is that process's
+    own then, and torchrun ends the others.
     """
     if dist.is_initialized() or dist.is_torchelastic_launched():
         return _launch_here(function, ranks)

@@ -14,6 +14,8 @@ spans of computing, by hooks that are gone when the record ends.
 Payload bytes are what the call is about, as formulas count it: the full tensor of an all-reduce, the gathered result of an
 all-gather, the unreduced input of a reduce-scatter, what a rank hands to an all-to-all. Bytes on the wire depend on the
 backend's algorithm, so they are never recorded, only computed (`wire_bytes`, for rings).
+
+Not seen: calls without a tensor (`barrier`), which look like computing. Techniques make none.
 """
 
 from __future__ import annotations
@@ -278,11 +280,11 @@ def _ready(records: Sequence[Record]) -> dict[int, float]:
     for record in records:
         for event in record.events:
             if event.kind in SENDS:
-                key: tuple[Any, ...] = (record.rank, event.peer)
+                key: tuple[Any, ...] = ("transfer", record.rank, event.peer)
             elif event.kind in RECEIVES:
-                key = (event.peer, record.rank)
+                key = ("transfer", event.peer, record.rank)
             else:
-                key = event.group
+                key = ("together", *event.group)
             calls[key][record.rank].append(event)
     ready: dict[int, float] = {}
     for by_rank in calls.values():

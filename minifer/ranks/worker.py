@@ -52,6 +52,8 @@ def main(rank: int, world: World, connections: list[Connection]) -> None:
         if other != rank:
             connection.close()  # held open here, it would hide from its owner that the parent is gone
     mine = connections[rank]
+    # An interrupt reaches every process of a terminal or a notebook. It is the parent's: it ends its ranks, or lets them be.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _redirect(rank, world)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end: the world is over

@@ -7,6 +7,17 @@ from .timeline import bytes_table, perfetto, timeline, timelines
 from .widgets import play
 
 __all__ = [
-    "ACTIVITY", "SERIES", "bytes_table", "cache_growth", "matrix", "perfetto", "play", "roofline", "style", "timeline",
-    "technique_map", "timelines", "visibility",
+    "ACTIVITY",
+    "SERIES",
+    "bytes_table",
+    "cache_growth",
+    "matrix",
+    "perfetto",
+    "play",
+    "roofline",
+    "style",
+    "technique_map",
+    "timeline",
+    "timelines",
+    "visibility",
 ]  # fmt: skip

@@ -7,7 +7,17 @@ from matplotlib.lines import Line2D
 
 from .style import SERIES, style
 
-STATIONS = ("which\nreplica?", "prompt\npass", "decode\npass", "embedding", "attention", "cache", "feed-\nforward", "head", "next\ntoken")
+STATIONS = (
+    "which\nreplica?",
+    "prompt\npass",
+    "decode\npass",
+    "embedding",
+    "attention",
+    "cache",
+    "feed-\nforward",
+    "head",
+    "next\ntoken",
+)
 # technique: (the stations at which it changes something, whether minifer has it yet)
 TECHNIQUES: dict[str, tuple[tuple[int, ...], bool]] = {
     "autoregressive decode": ((1, 2, 5, 8), True),
@@ -27,7 +37,7 @@ def technique_map(dark: bool = False) -> Figure:
     with style(dark):
         figure = Figure(figsize=(9.5, 4.6))
         axes = figure.subplots()
-        for row, (name, (stations, here)) in enumerate(TECHNIQUES.items()):
+        for row, (stations, here) in enumerate(TECHNIQUES.values()):
             colour = SERIES[row % len(SERIES)]
             axes.plot(stations, [row] * len(stations), "-", color=colour, lw=1.5, alpha=0.5)
             face = colour if here else "none"
