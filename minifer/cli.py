@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from .model.load import bundled
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 MODEL_HELP = (
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
+    _lessons(commands.add_parser("lessons", help="copy the lessons to a folder of yours and open them in JupyterLab"))
     _bench(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
     _train(commands.add_parser("train", help="train the bundled models on this machine's Python standard library"))
     return parser
@@ -141,6 +146,37 @@ def _run_generate(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _lessons(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Copy the lessons to a folder of yours, to run and change them, and open JupyterLab there."
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("minifer-lessons"), help="default: ./minifer-lessons")
+    parser.add_argument("--no-open", action="store_true", help="copy only")
+    parser.set_defaults(run=_run_lessons)
+
+
+def _run_lessons(options: argparse.Namespace) -> int:
+    copied, kept = copy_lessons(options.folder)
+    print(f"{options.folder}: {copied} files copied" + (f", {kept} left as they were (yours)" if kept else ""))
+    if options.no_open:
+        return 0
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise ValueError("JupyterLab is not installed: pip install 'minifer[lessons]', or open the folder with what you have")
+    return subprocess.call([sys.executable, "-m", "jupyterlab", str(options.folder)])
+
+
+def copy_lessons(folder: Path) -> tuple[int, int]:
+    """Copy the lessons that came with minifer; what is there already stays. (files copied, files kept)"""
+    source, copied, kept = bundled("lessons"), 0, 0
+    for path in sorted(path for path in source.rglob("*") if path.is_file() and ".ipynb_checkpoints" not in path.parts):
+        target = folder / path.relative_to(source)
+        if target.exists():
+            kept += 1
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+        copied += 1
+    return copied, kept
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

@@ -109,10 +109,15 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def bundled(folder: str) -> Path:
+    """What comes with minifer beside its code ("data", "lessons"): in the installed package, or next to it in a checkout."""
+    installed = Path(str(resources.files("minifer"))) / folder
+    return installed if installed.is_dir() else installed.parent.parent / folder
+
+
 def data_folder() -> Path:
-    """Where the bundled models and prompts lie: in the installed package, or beside it in a checkout."""
-    installed = Path(str(resources.files("minifer"))) / "data"
-    return installed if installed.is_dir() else installed.parent.parent / "data"
+    """Where the bundled models and prompts lie."""
+    return bundled("data")
 
 
 def _open(place: Path, ignore: Sequence[str]) -> tuple[Config, weights.Checkpoint, Tokenizer]:

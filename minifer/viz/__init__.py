@@ -2,22 +2,11 @@
 
 from .map import technique_map
 from .pictures import cache_growth, matrix, roofline, visibility
-from .style import ACTIVITY, SERIES, style
+from .style import ACTIVITY, SERIES, picture, style
 from .timeline import bytes_table, perfetto, timeline, timelines
 from .widgets import play
 
 __all__ = [
-    "ACTIVITY",
-    "SERIES",
-    "bytes_table",
-    "cache_growth",
-    "matrix",
-    "perfetto",
-    "play",
-    "roofline",
-    "style",
-    "technique_map",
-    "timeline",
-    "timelines",
-    "visibility",
+    "ACTIVITY", "SERIES", "bytes_table", "cache_growth", "matrix", "perfetto", "picture", "play", "roofline", "style",
+    "technique_map", "timeline", "timelines", "visibility",
 ]  # fmt: skip

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .style import SERIES, style
+from .style import SERIES, Picture, picture, style
 
 STATIONS = (
     "which\nreplica?",
@@ -32,10 +31,10 @@ TECHNIQUES: dict[str, tuple[tuple[int, ...], bool]] = {
 }
 
 
-def technique_map(dark: bool = False) -> Figure:
+def technique_map(dark: bool = False) -> Picture:
     """Stations of a request from left to right, a line a technique, a mark where it acts: full where minifer has it."""
     with style(dark):
-        figure = Figure(figsize=(9.5, 4.6))
+        figure = picture(9.5, 4.6)
         axes = figure.subplots()
         for row, (stations, here) in enumerate(TECHNIQUES.values()):
             colour = SERIES[row % len(SERIES)]

@@ -8,18 +8,17 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..model.attention import views
 from ..model.passes import Pass
-from .style import SEQUENTIAL, SERIES, style
+from .style import SEQUENTIAL, SERIES, Picture, picture, style
 
 
-def matrix(values: torch.Tensor, title: str = "", rows: str = "row", columns: str = "column", dark: bool = False) -> Figure:
+def matrix(values: torch.Tensor, title: str = "", rows: str = "row", columns: str = "column", dark: bool = False) -> Picture:
     """A matrix [rows, columns] as colours, with their scale."""
     with style(dark):
-        figure = Figure(figsize=(6, 4))
+        figure = picture(6, 4)
         axes = figure.subplots()
         shown = axes.imshow(values.detach().float().cpu().numpy(), aspect="auto", cmap=SEQUENTIAL, interpolation="nearest")
         figure.colorbar(shown, ax=axes, label="value")
@@ -28,11 +27,11 @@ def matrix(values: torch.Tensor, title: str = "", rows: str = "row", columns: st
     return figure
 
 
-def visibility(pass_: Pass, window: int | None = None, title: str = "", dark: bool = False) -> Figure:
+def visibility(pass_: Pass, window: int | None = None, title: str = "", dark: bool = False) -> Picture:
     """Which keys each token of a pass sees: a panel a row of the batch."""
     with style(dark):
         widths = [max(span.start + span.count, 3) for span in pass_.spans]
-        figure = Figure(figsize=(1.5 + 0.28 * sum(widths), 1.6 + 0.28 * max(span.count for span in pass_.spans)))
+        figure = picture(1.5 + 0.28 * sum(widths), 1.6 + 0.28 * max(span.count for span in pass_.spans))
         panels = np.atleast_1d(figure.subplots(1, len(pass_.spans), width_ratios=widths))
         for axes, span, view in zip(panels, pass_.spans, views(pass_, window)):
             end = span.start + span.count
@@ -57,10 +56,10 @@ def visibility(pass_: Pass, window: int | None = None, title: str = "", dark: bo
     return figure
 
 
-def cache_growth(lengths: Sequence[Sequence[int]], bytes_per_token: int, title: str = "", dark: bool = False) -> Figure:
+def cache_growth(lengths: Sequence[Sequence[int]], bytes_per_token: int, title: str = "", dark: bool = False) -> Picture:
     """Bytes of keys and values over the passes, stacked by row. lengths: after each pass, tokens that each row holds."""
     with style(dark):
-        figure = Figure(figsize=(8, 3.4))
+        figure = picture(8, 3.4)
         axes = figure.subplots()
         megabytes = np.array(lengths).T * bytes_per_token / 1e6  # [rows, passes]
         axes.stackplot(range(1, len(lengths) + 1), megabytes, colors=SERIES, labels=[f"row {row}" for row in range(len(megabytes))])
@@ -70,13 +69,13 @@ def cache_growth(lengths: Sequence[Sequence[int]], bytes_per_token: int, title: 
     return figure
 
 
-def roofline(peak: float, bandwidth: float, points: dict[str, tuple[float, float]], title: str = "", dark: bool = False) -> Figure:
+def roofline(peak: float, bandwidth: float, points: dict[str, tuple[float, float]], title: str = "", dark: bool = False) -> Picture:
     """Operations a second over operations a byte, under the two ceilings of a machine.
 
     peak: operations a second. bandwidth: bytes a second. points: {name: (operations a byte, operations a second)}.
     """
     with style(dark):
-        figure = Figure(figsize=(8, 4))
+        figure = picture(8, 4)
         axes = figure.subplots()
         draw_roofline(axes, peak, bandwidth, points)
         axes.set_title(title)

@@ -6,16 +6,28 @@ The three things that a rank does have one colour each, the same in every pictur
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import matplotlib
 from cycler import cycler
+from matplotlib.figure import Figure
 
 ACTIVITY = {"computing": "#0072B2", "communicating": "#E69F00", "waiting": "#BBBBBB"}
 # For things that are told apart otherwise: ranks, techniques, rows.
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 SEQUENTIAL = "cividis"  # for values; readable in grey too
+
+
+class Picture(Figure):
+    """A figure that a notebook shows when it is a cell's last value, with no pyplot and no global state behind it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
 
 _COMMON: dict[str, Any] = {
     "figure.constrained_layout.use": True,
@@ -53,3 +65,8 @@ def style(dark: bool = False) -> Iterator[None]:
     look: Any = _COMMON | colours
     with matplotlib.rc_context(look):
         yield
+
+
+def picture(width: float, height: float) -> Picture:
+    """An empty picture of this size in inches. Called inside of `style`."""
+    return Picture(figsize=(width, height))

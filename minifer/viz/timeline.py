@@ -9,29 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
 from ..ranks.trace import Record
 from ..ranks.trace import timeline as stretches
-from .style import ACTIVITY, style
+from .style import ACTIVITY, Picture, picture, style
 
 
-def timeline(records: Sequence[Record], title: str = "", dark: bool = False) -> Figure:
+def timeline(records: Sequence[Record], title: str = "", dark: bool = False) -> Picture:
     """Each rank's time as a bar: computing, communicating, waiting. records: one a rank, of one host."""
     with style(dark):
-        figure = Figure(figsize=(9, 1.4 + 0.5 * len(records)))
+        figure = picture(9, 1.4 + 0.5 * len(records))
         draw_timeline(figure.subplots(), records, title)
         figure.legend(handles=legend(), loc="outside lower left", ncols=3)
     return figure
 
 
-def timelines(runs: Sequence[tuple[str, Sequence[Record]]], dark: bool = False) -> Figure:
+def timelines(runs: Sequence[tuple[str, Sequence[Record]]], dark: bool = False) -> Picture:
     """Several runs below each other, (title, records of all ranks) each, on one scale of time."""
     with style(dark):
         heights = [0.9 + 0.42 * len(records) for _, records in runs]
-        figure = Figure(figsize=(9, 0.7 + sum(heights)))
+        figure = picture(9, 0.7 + sum(heights))
         panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, records) in zip(panels, runs):
             draw_timeline(axes, records, title)
