@@ -54,8 +54,9 @@ def stream(
     stop_strings: Sequence[str] = (),
 ) -> Iterator[str]:
     """As generate, but in pieces, as soon as they are decided. Pieces hold whole characters only."""
+    if not isinstance(prompt, str) and not all(isinstance(message, dict) for message in prompt):
+        raise ValueError(f"a prompt is a text or a list of messages, not {prompt!r:.60}; ids go to minifer.decode.generate")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
     request = Request(ids, max_new_tokens, sampling or Sampling(), stop_strings=stop_strings)
-    for fresh in decode.stream(model, [request], tokenizer=tokenizer):
-        if fresh.text:
-            yield fresh.text
+    fresh = decode.stream(model, [request], tokenizer=tokenizer)  # complains now, not when the first piece is asked for
+    return (one.text for one in fresh if one.text)

@@ -52,6 +52,8 @@ class Request:
                 object.__setattr__(self, name, value.tolist())
             elif value is not None and (isinstance(value, (int, str)) or not all(_is_whole(token) for token in value)):
                 raise ValueError(f"{name} must be a list of whole numbers, it is {value!r:.80}")
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, it is {self.sampling!r}")
         for name in ("max_new_tokens", "min_new_tokens"):
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and value >= 0):

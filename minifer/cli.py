@@ -23,7 +23,11 @@ MODEL_HELP = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 0
     from .ranks import RankError
 
     try:
@@ -48,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     from . import __version__
 
     parser.add_argument("--version", action="version", version=f"minifer {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=None)
     _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
     _lessons(commands.add_parser("lessons", help="copy the lessons to a folder of yours and open them in JupyterLab"))
@@ -75,6 +80,7 @@ def _tour(parser: argparse.ArgumentParser) -> None:
         default=Path("minifer-tour.png"),
         help="what each rank did (default: minifer-tour.png)",
     )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of each rank (default: its share of the cores)")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="write the results into the status table of this file")
     parser.set_defaults(run=_run_tour)
 
@@ -82,7 +88,15 @@ def _tour(parser: argparse.ArgumentParser) -> None:
 def _run_tour(options: argparse.Namespace) -> int:
     from .tour import tour
 
-    results = tour(options.model, DTYPES[options.dtype], options.tokens, options.prompts, options.repeats, options.picture)
+    results = tour(
+        options.model,
+        DTYPES[options.dtype],
+        options.tokens,
+        options.prompts,
+        options.repeats,
+        options.picture,
+        options.threads,
+    )
     if options.readme is not None:
         from .status import write
 
@@ -130,10 +144,12 @@ def _run_generate(options: argparse.Namespace) -> int:
         ids = tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
     else:
         ids = tokenizer.encode(prompt)
-        print(prompt, end="", flush=True)
     request = Request(ids, options.max_new_tokens, sampling, stop_strings=options.stop)
+    stream = decode.stream(model, [request], tokenizer=tokenizer)
+    if not options.chat:
+        print(prompt, end="", flush=True)
     started, first, count = time.perf_counter(), 0.0, 0
-    for fresh in decode.stream(model, [request], tokenizer=tokenizer):
+    for fresh in stream:
         first, count = first or time.perf_counter() - started, count + len(fresh.ids)
         print(fresh.text, end="", flush=True)
     print()

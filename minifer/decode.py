@@ -147,7 +147,7 @@ def requests_of(
     requests = []
     for at, prompt in enumerate(prompts):
         if isinstance(prompt, (int, str)):
-            raise ValueError(f"prompts are lists of ids, one list a prompt; number {at} is {prompt!r}")
+            raise ValueError(f"prompts are lists of ids, one list a prompt (for a single one: [ids]); number {at} is {prompt!r}")
         requests.append(prompt if isinstance(prompt, Request) else Request(prompt, max_new_tokens, sampling or Sampling()))
         _budget(requests[-1], model, at)
     return requests

@@ -7,6 +7,7 @@ alternate, so that whatever else the machine does hits all of them alike.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 from .prompts import WORKLOADS, workload
 from .ranks import Ranks, trace
+from .ranks.launch import cores
 from .verdict import Result, Run, judge
 
 Technique = Callable[[Transformer, list[list[int]], int, bool], Run]  # (model, prompts, new tokens, watched?)
@@ -99,26 +101,31 @@ def tour(
     per_workload: int = 2,
     repeats: int = 3,
     picture: Path | None = None,
+    threads: int | None = None,
     console: Console | None = None,
 ) -> list[Result]:
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
     dtype: float32 must give the same ids; bfloat16 may differ at ties (see verdict.judge). repeats: how often each stop is
     timed; speeds are medians. picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one on a dark ground
-    beside it.
+    beside it. threads: of each rank; by default its share of the cores.
     """
     console = console or Console()
     config, tokenizer = look_up(name)
     if tokens >= config.context:
         raise ValueError(f"{tokens} new tokens leave no room for a prompt in a context of {config.context}")
-    if picture is not None and (picture.is_dir() or not picture.absolute().parent.is_dir()):
-        raise ValueError(f"{picture} is no place for a picture: it must be a file in a folder that exists")
+    if not 1 <= per_workload <= 12:
+        raise ValueError(f"there are 12 prompts of each workload, not {per_workload}")
+    _check_picture(picture)
     prompts = [ids for kind in WORKLOADS for ids in workload(kind).ids(tokenizer)[:per_workload]]
     prompts = [ids[tokens - config.context :] for ids in prompts]
     sizes = sorted(map(len, prompts))
     shown = f"{name}, {str(dtype).removeprefix('torch.')}, {len(prompts)} prompts of {sizes[0]}–{sizes[-1]} tokens"
     console.print(f"[bold]minifer tour[/]: {shown}, {tokens} new tokens each, greedy", soft_wrap=True)
-    watched, timed = _run_all(name, dtype, prompts, tokens, repeats, console)
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > cores() / 2:
+        load = f"load {os.getloadavg()[0]:.1f} on {cores()} cores"
+        console.print(f"[yellow]other programs are busy ({load}): speeds below are not this machine's own[/]", soft_wrap=True)
+    watched, timed = _run_all(name, dtype, prompts, tokens, repeats, threads, console)
     first = STOPS[0].name
     results = [judge(s.name, watched[s.name], timed[s.name], watched[first], timed[first], dtype) for s in STOPS]
     _show(results, console)
@@ -126,7 +133,7 @@ def tour(
         panels = [(_title(result), [run.record for run in watched[result.name]]) for result in results]
         for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
             viz.timelines(panels, dark).savefig(file)
-        console.print(f"[dim]what each rank did: {picture}[/]", soft_wrap=True)
+            console.print(f"[dim]what each rank did: {file}[/]", soft_wrap=True)
     _show_one(console, tokenizer, prompts[0], watched[first][0].completions[0].ids)
     return results
 
@@ -135,7 +142,7 @@ Runs = dict[str, list[Run]]  # {stop: a Run a rank}
 
 
 def _run_all(
-    name: str, dtype: torch.dtype, prompts: list[list[int]], tokens: int, repeats: int, console: Console
+    name: str, dtype: torch.dtype, prompts: list[list[int]], tokens: int, repeats: int, threads: int | None, console: Console
 ) -> tuple[Runs, dict[str, list[list[Run]]]]:
     """Every stop on a world of its own: watched once, then timed `repeats` times in turn."""
     # All on the same kind of device: a GPU each where there are enough for the largest world.
@@ -146,7 +153,7 @@ def _run_all(
     try:
         for stop in STOPS:
             with console.status(f"{stop.name}: the model on {stop.ranks} rank(s)"):
-                worlds[stop.name] = Ranks(stop.ranks, cuda=cuda)
+                worlds[stop.name] = Ranks(stop.ranks, cuda=cuda, threads=threads)
                 worlds[stop.name].run(_settle, name, dtype)
                 watched[stop.name] = worlds[stop.name].run(_visit, prompts, tokens, stop.technique, True)
         for repeat in range(repeats):
@@ -190,10 +197,25 @@ def _show(results: list[Result], console: Console) -> None:
         numbers = (f"{r.tokens_per_pass:.2f}", f"{r.collectives:.2f}", f"{r.payload_bytes:,.0f}", f"{r.tokens_per_second:,.0f}")
         table.add_row(r.name, verdict, str(r.ranks), *numbers, f"{r.ratio:.2f}")
     console.print(table)
-    console.print("[dim]tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'.[/]", soft_wrap=True)
+    notes = (
+        "tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'.",
+        "tokens/s: median of all runs. × plain: median over runs beside each other.",
+    )
+    for note in notes:
+        console.print(note, style="dim", soft_wrap=True, highlight=False)
     for result in results:
         if result.difference:
             console.print(f"{result.name}: {result.difference}", soft_wrap=True, highlight=False)
+
+
+def _check_picture(picture: Path | None) -> None:
+    if picture is None:
+        return
+    kinds = viz.picture(1, 1).canvas.get_supported_filetypes()
+    if picture.suffix.removeprefix(".") not in kinds:
+        raise ValueError(f"{picture} is no picture that can be written; its name must end in one of .{', .'.join(sorted(kinds))}")
+    if picture.is_dir() or not picture.absolute().parent.is_dir():
+        raise ValueError(f"{picture} is no place for a picture: it must be a file in a folder that exists")
 
 
 def _title(result: Result) -> str:

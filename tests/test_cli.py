@@ -38,12 +38,14 @@ def test_generate_from_standard_input_with_a_seed_and_a_stop(capsys, monkeypatch
         (["generate", "tiny", "x", "--system", "y"], "--system goes with --chat"),
         (["generate", "tiny", "x", "-n", "5000"], "exceed the model's context of 2048"),
         (["generate", "tiny", ""], "empty"),
+        (["generate", "tiny", "x", "-n", "-3"], "max_new_tokens must be >= 0"),
+        (["generate", "tiny", "x", "--stop", ""], "empty stop string"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
-    assert message in err and err.startswith("minifer: ") and err.count("\n") == 1
+    assert out == "" and message in err and err.startswith("minifer: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [[], ["tour"], ["generate"], ["train"]])
@@ -57,3 +59,17 @@ def test_bad_numbers(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["tour", "--tokens", "0"])
     assert left.value.code == 2 and "0 is not a positive whole number" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert cli.main([]) == 0 and "minifer tour" in capsys.readouterr().out
+
+
+def test_lessons_are_copied_and_never_written_over(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    assert cli.main(["lessons", str(folder), "--no-open"]) == 0
+    assert (folder / "01_autoregressive_decode.ipynb").is_file() and (folder / "pictures" / "tour.png").is_file()
+    (folder / "00_map.ipynb").write_text("changed by me")
+    (folder / "01_autoregressive_decode.ipynb").unlink()
+    assert cli.copy_lessons(folder)[0] == 1
+    assert (folder / "00_map.ipynb").read_text() == "changed by me"

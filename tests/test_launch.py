@@ -168,6 +168,16 @@ def test_an_interrupt_of_something_else_leaves_idle_ranks_alone():
         assert world.run(dist.get_rank) == [0, 1]
 
 
+def test_a_function_that_cannot_travel_says_what_to_do():
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="hold something that cannot travel.*is loaded on each rank"):
+        launch(lambda: lock, 2)
+
+
+def test_launch_hands_arguments_on():
+    assert launch(lambda a, b: (a, b, dist.get_rank()), 2, args=(1, "x")) == [(1, "x", 0), (1, "x", 1)]
+
+
 def test_a_result_that_cannot_travel():
     with pytest.raises(RankError, match="pickle"):
         launch(threading.Lock, 2)

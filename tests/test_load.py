@@ -44,7 +44,7 @@ def test_a_file_of_another_kind(tmp_path):
 
 
 def test_a_dtype_that_is_none():
-    for dtype in ("float32", torch.int8):
+    for dtype in ("float33", "int8", torch.int8, 3):
         with pytest.raises(ValueError, match=r"floating torch\.dtype"):
             minifer.load("tiny", dtype)
 

@@ -96,6 +96,8 @@ def test_dec_06_temperature_zero(options):
         ({"min_p": -0.1}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"seed": 1.5}, "seed"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
     ],
 )
 def test_bad_options(options, message):

@@ -104,7 +104,9 @@ def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys, tmp_pat
     [
         (["--tokens", "2048"], "2048 new tokens leave no room for a prompt in a context of 2048"),
         (["--picture", "no/such/folder/x.png"], "no place for a picture"),
-        (["--picture", "."], "no place for a picture"),
+        (["--picture", "."], "no picture that can be written"),
+        (["--picture", "x.txt"], "no picture that can be written"),
+        (["--prompts", "13"], "12 prompts of each workload, not 13"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(arguments, message, capsys):

@@ -42,7 +42,7 @@ Shard = Callable[[Transformer], Transformer]
 
 def load(
     name: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     shard: Shard | None = None,
     ignore: Sequence[str] = (),
@@ -58,9 +58,11 @@ def load(
     ValueError or FileNotFoundError, naming what is wrong, before any weight is read.
     """
     device = torch.device(device or default_device())
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
     dtype = dtype or default_dtype(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating torch.dtype, it is {dtype!r}")
+        raise ValueError(f"dtype must be a floating torch.dtype, or its name, it is {dtype!r}")
     config, checkpoint, tokenizer = _open(find(name), ignore)
     model = Transformer(config)
     extra = COMPUTED_ANYWAY + (("lm_head.weight",) if config.tied else ())

@@ -37,6 +37,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name} must be a number, it is {getattr(self, name)!r}")
+        if self.top_k is not None and not isinstance(self.top_k, int):
+            raise ValueError(f"top_k must be a whole number or None, it is {self.top_k!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be a finite number >= 0, it is {self.temperature}")
         if self.top_k is not None and self.top_k < 0:

@@ -29,8 +29,18 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The function, its arguments, and the source lines that exist only in this process (cells)."""
+    """The function, its arguments, and the source lines that exist only in this process (cells).
+
+    Raises a ValueError if something in them cannot travel.
+    """
     only_here = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     buffer = io.BytesIO()
-    _Pickler(buffer).dump((function, args, only_here))
+    try:
+        _Pickler(buffer).dump((function, args, only_here))
+    except Exception as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ValueError(
+            f"{name} or its arguments hold something that cannot travel to another process ({type(error).__name__}: {error}). "
+            "Make such things inside of the function: a model, say, is loaded on each rank"
+        ) from error
     return buffer.getvalue()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -32,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
 import torch
@@ -40,7 +39,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .carry import pack
-from .worker import Reply, World, main, output_file
+from .outputs import Outputs
+from .worker import Reply, World, main
 
 START_SECONDS = 120  # for processes to start and meet
 GRACE_SECONDS = 0.25  # between the first sign of trouble and the verdict on its cause
@@ -59,10 +59,10 @@ class Ranks:
     """A world of `ranks` processes that stays up until `close` (or the end of a `with` block, or of the parent).
 
     timeout: seconds that a `run` may take unless it says otherwise. cuda: a GPU for each rank; by default where there are
-    enough of them.
+    enough of them. threads: of each rank; by default its share of the cores.
     """
 
-    def __init__(self, ranks: int, timeout: float = 600, cuda: bool | None = None) -> None:
+    def __init__(self, ranks: int, timeout: float = 600, cuda: bool | None = None, threads: int | None = None) -> None:
         if ranks < 1:
             raise ValueError(f"a world has one rank at least, not {ranks}")
         if dist.is_torchelastic_launched():
@@ -72,8 +72,8 @@ class Ranks:
             raise ValueError(f"{ranks} ranks want a GPU each, there are {torch.cuda.device_count()}")
         self.ranks, self.timeout = ranks, timeout
         self._folder = tempfile.mkdtemp(prefix="minifer-ranks-")
-        self._shown = {(rank, number): 0 for rank in range(ranks) for number in (1, 2)}
-        world = World(ranks, self._folder, max(1, _cores() // ranks), enough if cuda is None else cuda)
+        self._outputs = Outputs(self._folder, ranks)
+        world = World(ranks, self._folder, threads or max(1, cores() // ranks), enough if cuda is None else cuda)
         self._connections, self._processes = _start(world)
         self._close = weakref.finalize(self, _end, self._processes, self._connections, self._folder)
         self._collect("start", START_SECONDS)
@@ -91,7 +91,7 @@ class Ranks:
                 self.close()
                 raise RankError(rank, message) from None
         replies = self._collect("run", self.timeout if timeout is None else timeout)
-        self._show_outputs()
+        self._outputs.show()
         return [cloudpickle.loads(reply.value) for reply in replies]
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Ranks:
                 if time.monotonic() >= deadline:
                     raise self._hung(what, seconds, replies)
         except BaseException:
-            self._show_outputs()  # what was printed before it went wrong is wanted now more than ever
+            self._outputs.show()  # what was printed before it went wrong is wanted now more than ever
             self.close()
             raise
         return [replies[rank] for rank in range(self.ranks)]
@@ -167,7 +167,7 @@ class Ranks:
         process.join(1)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
-        written = self._output(rank, 2).strip()
+        written = self._outputs.read(rank, 2).strip()
         return f"rank {rank} {how}" + (f"; its last words:\n{written[-2000:]}" if written else "")
 
     def _hung(self, what: str, seconds: float, replies: dict[int, Reply]) -> RankError:
@@ -178,36 +178,22 @@ class Ranks:
                 with contextlib.suppress(OSError):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(GRACE_SECONDS)
-        places = "".join(f"\nrank {rank} is here:\n{_own_frames(self._output(rank, 2))}" for rank in late)
+        places = "".join(f"\nrank {rank} is here:\n{self._outputs.take_stack(rank)}" for rank in late)
         names = ", ".join(map(str, late))
         return RankError(late[0], f"no answer to {what} within {seconds:g} s from rank {names} of {self.ranks}{places}")
 
-    def _output(self, rank: int, number: int) -> str:
-        try:
-            return output_file(self._folder, rank, number).read_text("utf-8", "replace")
-        except OSError:
-            return ""
 
-    def _show_outputs(self) -> None:
-        """What ranks wrote since last time: rank 0's lines, then rank 1's, ..."""
-        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-            for rank in range(self.ranks):
-                text = self._output(rank, number)
-                fresh, self._shown[rank, number] = text[self._shown[rank, number] :], len(text)
-                _show(fresh, rank, stream)
-
-
-def launch(function: Callable[[], Any], ranks: int, timeout: float = 600) -> list[Any]:
-    """Run function() on `ranks` ranks and give their results, in rank order.
+def launch(function: Callable[..., Any], ranks: int, timeout: float = 600, args: tuple[Any, ...] = ()) -> list[Any]:
+    """Run function(*args) on `ranks` ranks and give their results (copies of them), in rank order.
 
     Raises RankError if a rank raises, dies, or takes more than `timeout` seconds. Under torchrun (or inside of a rank) the
     ranks exist already: every one of them gets all results, and `ranks` must be their number. An exception is that process's
     own then, and torchrun ends the others.
     """
     if dist.is_initialized() or dist.is_torchelastic_launched():
-        return _launch_here(function, ranks)
+        return _launch_here(lambda: function(*args), ranks)
     with Ranks(ranks, timeout) as world:
-        return world.run(function)
+        return world.run(function, *args)
 
 
 def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
@@ -219,7 +205,7 @@ def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
         cuda = torch.cuda.is_available() and torch.cuda.device_count() >= here
         if cuda:
             torch.cuda.set_device(local)
-        torch.set_num_threads(max(1, _cores() // here))
+        torch.set_num_threads(max(1, cores() // here))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         weakref.finalize(_launch_here, _leave)  # at the interpreter's end
     results: list[Any] = [None] * ranks
@@ -278,22 +264,6 @@ def _end(processes: list[Any], connections: list[Connection], folder: str) -> No
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_frames(dump: str) -> str:
-    """Of a stack that faulthandler wrote, innermost frame first, what lies above the worker: the caller's own frames."""
-    frames = dump.rpartition("(most recent call first):")[2].strip("\n").splitlines()
-    mine = [frame for frame in frames if f'{os.sep}worker.py"' in frame]
-    return "\n".join(frames[: frames.index(mine[0])] if mine else frames[:20])
-
-
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _show(text: str, rank: int, stream: TextIO) -> None:
-    # torch's own log lines look like "[W1129 12:00:00.1 file.cpp:12] ..." or carry such a head behind "[rank0]:"
-    lines = [line for line in text.splitlines() if not re.match(r"(\[rank\d+\]:)?\s*\[[IWE]\d{4} ", line)]
-    for line in lines:
-        print(f"[rank {rank}] {line}", file=stream)
-    if lines:
-        stream.flush()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -83,6 +84,8 @@ def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100)
     folder.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     _same_recipe(work, recipe)
+    console = Console(stderr=True)
+    console.print("reading the standard library" + ("" if (work / "ids.npy").is_file() else " and training a tokenizer on it"))
     tokenizer, ids, held_out = prepare(work, recipe)
     model = Transformer(recipe.config())
     weights.initialise(model, torch.float32, "cpu", recipe.seed)
@@ -93,7 +96,14 @@ def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100)
     with Progress(*columns) as progress, open(work / "log.jsonl", "a") as log:
         bar = progress.add_task("training", total=recipe.steps, completed=step)
         while step < recipe.steps:
-            losses.append(train_step(model, optimizers, batch_of(ids, recipe, step), recipe, step))
+            try:
+                losses.append(train_step(model, optimizers, batch_of(ids, recipe, step), recipe, step))
+            except KeyboardInterrupt:
+                progress.stop()
+                console.print(
+                    f"stopped: the same command goes on from the last checkpoint in {work}, at most {checkpoint_every} steps back"
+                )
+                raise
             step += 1
             progress.update(bar, completed=step, description=f"training, loss {np.mean(losses[-50:]):.3f}")
             if step % checkpoint_every == 0 or step == recipe.steps:
@@ -102,6 +112,7 @@ def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100)
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
                 _save(work, model, optimizers, step, so_far)
+    console.print(f"measuring it on {len(held_out)} files that it has not seen")
     total = json.loads((work / "progress.json").read_text())["seconds"]
     report = make_report(model, tokenizer, held_out, recipe, total)
     export(model, tokenizer, folder, report)

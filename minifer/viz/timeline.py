@@ -43,6 +43,8 @@ def timelines(runs: Sequence[tuple[str, Sequence[Record]]], dark: bool = False) 
 
 def draw_timeline(axes: Axes, records: Sequence[Record], title: str = "") -> None:
     """The same on axes of the caller's own."""
+    if not records:
+        raise ValueError("a timeline needs a record at least")
     origin = min(record.start for record in records)
     for row, line in enumerate(stretches(records)):
         for what, colour in ACTIVITY.items():
