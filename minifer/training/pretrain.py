@@ -100,9 +100,7 @@ def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100)
                 losses.append(train_step(model, optimizers, batch_of(ids, recipe, step), recipe, step))
             except KeyboardInterrupt:
                 progress.stop()
-                console.print(
-                    f"stopped: the same command goes on from the last checkpoint in {work}, at most {checkpoint_every} steps back"
-                )
+                console.print(f"stopped at step {step}: the same command goes on from the last checkpoint in {work}")
                 raise
             step += 1
             progress.update(bar, completed=step, description=f"training, loss {np.mean(losses[-50:]):.3f}")
