@@ -6,7 +6,6 @@ median with its spread. Where the time of a pass goes is measured by running its
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -14,17 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from . import decode
-from .batch import Request
-from .model.gguf import GGUFFile
+from .contestants import Contestant, llama_cpp, ours, transformers_generate
 from .model.linear import Linear
 from .model.load import find, load
 from .model.tokenizer import Tokenizer
@@ -58,6 +55,14 @@ def read_bandwidth(megabytes: int = 512, repeats: int = 7) -> float:
         array.sum()
         best = max(best, array.nbytes / (time.perf_counter() - started))
     return best
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far."""
+    import resource  # not on every platform
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size
 
 
 def weight_bytes(model: Transformer) -> int:
@@ -94,89 +99,22 @@ def _width(matrix: Linear, model: Transformer) -> int:
     return model.config.width
 
 
-Contestant = Callable[[list[list[int]], int], float]  # (prompts, tokens) -> seconds a token after the first
-
-
-def ours(model: Transformer) -> Contestant:
-    def run(prompts: list[list[int]], tokens: int) -> float:
-        completions = decode.generate(model, [Request(ids, tokens, stop_ids=()) for ids in prompts])
-        tpot = completions[0].tpot
-        assert tpot is not None
-        return tpot
-
-    return run
-
-
-def transformers_generate(place: Path, dtype: torch.dtype) -> Contestant:
-    """transformers' own generate, with a cache, on the same weights."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    if place.is_dir():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    else:
-        model = _from_gguf(GGUFFile(place), dtype)
-    model.eval()
-
-    def seconds(ids: torch.Tensor, tokens: int) -> float:
-        started = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
-        )
-        return time.perf_counter() - started
-
-    def run(prompts: list[list[int]], tokens: int) -> float:
-        ids = torch.tensor(prompts)
-        return (seconds(ids, tokens) - seconds(ids, 1)) / (tokens - 1)
-
-    return run
-
-
-def _from_gguf(file: GGUFFile, dtype: torch.dtype) -> Any:
-    """A Llama of transformers with a GGUF file's dequantised weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c = file.config
-    config = LlamaConfig(
-        vocab_size=c.vocabulary,
-        hidden_size=c.width,
-        intermediate_size=c.inner,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.context,
-        rms_norm_eps=c.norm_eps,
-        tie_word_embeddings=c.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-    )
-    model = LlamaForCausalLM(config)
-    stored = {name: file.read(name, tuple((0, size) for size in shape)) for name, shape in file.shapes.items()}
-    if c.tied:
-        stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
-    model.load_state_dict(stored)
-    converted: Any = model
-    return converted.to(dtype)
-
-
-def llama_cpp(place: Path, threads: int) -> Contestant | None:
-    """llama.cpp on the same GGUF file (its own, quantised arithmetic), where llama-cpp-python is installed. Batch 1 only."""
-    if place.is_dir() or importlib.util.find_spec("llama_cpp") is None:
-        return None
-    from llama_cpp import Llama
-
-    engine = Llama(str(place), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False)
-
-    def run(prompts: list[list[int]], tokens: int) -> float:
-        stamps = []
-        engine.reset()
-        for _ in engine.generate(prompts[0], temp=0.0):
-            stamps.append(time.perf_counter())
-            if len(stamps) == tokens:
-                break
-        return (stamps[-1] - stamps[0]) / (tokens - 1)
-
-    return run
+def take_turns(
+    contestants: dict[str, Contestant],
+    prompts: list[list[int]],
+    tokens: int,
+    repeats: int,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Measured]:
+    """Each contestant's runs, in turns. A short run before (a prompt and some steps) takes what only the first one costs."""
+    for run in contestants.values():
+        run(prompts, 4)
+    taken: dict[str, list[float]] = {key: [] for key in contestants}
+    for _ in range(repeats):
+        for key, run in contestants.items():
+            taken[key].append(run(prompts, tokens))
+        advance()
+    return {key: Measured(tuple(seconds)) for key, seconds in taken.items()}
 
 
 def prompts_of(tokenizer: Tokenizer, batch: int, length: int = 32) -> list[list[int]]:
@@ -200,12 +138,11 @@ def bench_decode(
         raise ValueError("a rate of tokens after the first needs two tokens at least")
     console = console or Console()
     place = find(name)
-    started = time.perf_counter()
+    started, before_loading = time.perf_counter(), peak_memory()
     model, tokenizer = load(name, dtype, "cpu")
-    loading = time.perf_counter() - started
-    others: dict[str, Contestant] = {}
-    if importlib.util.find_spec("transformers"):
-        others["transformers"] = transformers_generate(place, model.dtype)
+    loading, grown = time.perf_counter() - started, peak_memory() - before_loading
+    theirs = transformers_generate(place, model.dtype)
+    others: dict[str, Contestant] = {} if theirs is None else {"transformers": theirs}
     rows: list[dict[str, Any]] = []
     before = torch.get_num_threads()
     with Progress(console=console, transient=True) as progress:
@@ -219,13 +156,7 @@ def bench_decode(
                 if native is not None and batch == 1:
                     contestants["llama.cpp"] = native
                 prompts = prompts_of(tokenizer, batch)
-                for run in contestants.values():
-                    run(prompts, 4)  # warm
-                taken: dict[str, list[float]] = {key: [] for key in contestants}
-                for _ in range(repeats):
-                    for key, run in contestants.items():
-                        taken[key].append(run(prompts, tokens))
-                    progress.advance(bar)
+                taken = take_turns(contestants, prompts, tokens, repeats, lambda: progress.advance(bar))
                 bound = weight_bytes(model) / bandwidth
                 row = {
                     "threads": count,
@@ -233,21 +164,24 @@ def bench_decode(
                     "bandwidth": bandwidth,
                     "bound": bound,
                     "matrices": matrix_seconds(model, batch),
-                    **{key: Measured(tuple(seconds)) for key, seconds in taken.items()},
+                    **taken,
                 }
                 rows.append(row)
     torch.set_num_threads(before)
     console.print(_decode_table(rows, f"{name}, {str(model.dtype).removeprefix('torch.')}, {tokens} tokens, greedy"))
-    console.print(f"loading: {loading:.1f} s, {model.bytes_kept_twice / 1e6:.0f} MB kept twice (a packed tied head)")
+    kept = weight_bytes(model) + model.bytes_kept_twice
+    twice = f"of which {model.bytes_kept_twice / 1e6:.0f} MB are kept twice: a tied head, packed"
+    console.print(
+        f"loading: {loading:.1f} s, peak memory +{grown / 1e6:.0f} MB for {kept / 1e6:.0f} MB of weights ({twice})", soft_wrap=True
+    )
     return rows
 
 
 def _decode_table(rows: list[dict[str, Any]], title: str) -> Table:
     """tokens/s of all rows of the batch; × transformers of paired runs."""
-    table = Table(title=title)
-    for column in ("threads", "batch", "minifer\ntokens/s", "transformers\ntokens/s", "×", "llama.cpp\ntokens/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("of bound", "ms/pass", "matrices\nms", "rest\nms"):
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    columns = ("thr.", "batch", "minifer\ntokens/s", "transf.\ntokens/s", "×", "llama.cpp\ntokens/s")
+    for column in (*columns, "of the\nbound", "a pass\n(ms)", "matrices\n(ms)", "rest\n(ms)"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         mine: Measured = row["minifer"]

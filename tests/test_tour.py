@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -79,6 +80,20 @@ def test_the_difference_that_fails_is_the_one_that_is_told():
     plain.margins, technique.margins = {0: [0.1, 0.1], 1: [0.1, 5.0]}, {0: [0.1, 0.1], 1: [0.1, 6.0]}
     result = verdict.judge("x", [technique], [[technique]], [plain], [[plain]], torch.bfloat16)
     assert not result.exact and "DIFFERS: first at prompt 1, token 1: plain 4 (margin 5.0000)" in result.difference
+
+
+def test_perf_04_rates_of_replicas_add_up_and_those_of_one_model_do_not():
+    """Two replicas with 10 tokens each in a second are 20 tokens/s; two ranks of one model that both tell its 10 are 10."""
+    ten, one_second = tuple(range(10)), lambda *texts: verdict.Run([completion(*ids) for ids in texts])
+    plain = [one_second(ten, ten)]
+    gathered = verdict.judge("dp", [one_second(ten, ten)] * 2, [[one_second(ten, ten)] * 2], plain, [plain], torch.float32)
+    assert gathered.tokens_per_second == 20
+    plain = [one_second(ten)]
+    shared = verdict.judge("tp", [one_second(ten)] * 2, [[one_second(ten)] * 2], plain, [plain], torch.float32)
+    assert shared.tokens_per_second == 10
+    late = completion(*ten)
+    slow = verdict.Run([completion(*ten), dataclasses.replace(late, seconds=2.0)])
+    assert slow.seconds == 2.0  # the slowest, not the first or the sum
 
 
 def spoilt(model, prompts, tokens, watched):

@@ -1,0 +1,105 @@
+"""Who decodes in `minifer bench decode`: minifer, and beside it transformers and llama.cpp where they are installed.
+
+Each is a function of prompts and a number of tokens that gives the seconds a token after the first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import decode
+from .batch import Request
+from .model.gguf import GGUFFile
+from .model.transformer import Transformer
+
+Contestant = Callable[[list[list[int]], int], float]  # (prompts, tokens) -> seconds a token after the first
+
+
+def ours(model: Transformer) -> Contestant:
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        completions = decode.generate(model, [Request(ids, tokens, stop_ids=()) for ids in prompts])
+        tpot = completions[0].tpot
+        assert tpot is not None
+        return tpot
+
+    return run
+
+
+def transformers_generate(place: Path, dtype: torch.dtype) -> Contestant | None:
+    """transformers' own generate, with a cache, on the same weights, where transformers is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if place.is_dir():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+    else:
+        model = _from_gguf(GGUFFile(place), dtype)
+    model.eval()
+
+    def seconds(ids: torch.Tensor, tokens: int) -> float:
+        started = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        return time.perf_counter() - started
+
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        ids = torch.tensor(prompts)
+        return (seconds(ids, tokens) - seconds(ids, 1)) / (tokens - 1)
+
+    return run
+
+
+def _from_gguf(file: GGUFFile, dtype: torch.dtype) -> Any:
+    """A Llama of transformers with a GGUF file's dequantised weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = file.config
+    config = LlamaConfig(
+        vocab_size=c.vocabulary,
+        hidden_size=c.width,
+        intermediate_size=c.inner,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.context,
+        rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=c.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+    )
+    model = LlamaForCausalLM(config)
+    stored = {name: file.read(name, tuple((0, size) for size in shape)) for name, shape in file.shapes.items()}
+    if c.tied:
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    model.load_state_dict(stored)
+    converted: Any = model
+    return converted.to(dtype)
+
+
+def llama_cpp(place: Path, threads: int) -> Contestant | None:
+    """llama.cpp on the same GGUF file (its own, quantised arithmetic), where llama-cpp-python is installed. Batch 1 only."""
+    if place.is_dir() or importlib.util.find_spec("llama_cpp") is None:
+        return None
+    from llama_cpp import Llama
+
+    engine = Llama(str(place), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        stamps = []
+        engine.reset()
+        for _ in engine.generate(prompts[0], temp=0.0):
+            stamps.append(time.perf_counter())
+            if len(stamps) == tokens:
+                break
+        return (stamps[-1] - stamps[0]) / (tokens - 1)
+
+    return run

@@ -1,0 +1,67 @@
+"""What the bench measures, on scripted models whose times are known."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from helpers import ScriptedModel, plain_model
+
+from minifer import bench
+from minifer.model.tokenizer import Tokenizer
+from minifer.training.corpus import train_tokenizer
+
+
+class SlowStart(ScriptedModel):
+    """The first pass of its life takes a second, the others 10 ms."""
+
+    def __call__(self, pass_, cache):
+        time.sleep(0.01 if self.passes else 1.0)
+        return super().__call__(pass_, cache)
+
+
+def test_perf_02_what_only_the_first_run_costs_is_not_measured():
+    taken = bench.take_turns({"x": bench.ours(SlowStart({0: 0}))}, [[0]], 10, 3)["x"]
+    assert taken.median == pytest.approx(0.01, rel=0.2) and len(taken.seconds) == 3
+
+
+def test_contestants_take_turns():
+    order = []
+    contestants = {name: lambda prompts, tokens, name=name: order.append((name, tokens)) or 1.0 for name in "ab"}
+    bench.take_turns(contestants, [[0]], 9, 2)
+    assert order == [("a", 4), ("b", 4), ("a", 9), ("b", 9), ("a", 9), ("b", 9)]
+
+
+def test_median_and_spread():
+    measured = bench.Measured((1.0, 1.1, 1.3))
+    assert measured.median == 1.1 and measured.spread == pytest.approx(0.3 / 2 / 1.1)
+
+
+def test_bytes_and_matrices_of_a_model(checkpoint):
+    model = plain_model(checkpoint("llama"))
+    stored = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 2)
+    assert bench.weight_bytes(model) == stored - 67 * 32 * 4  # of the embedding only rows are read
+    assert 0 < bench.matrix_seconds(model.finish(), 3) < 1
+    tied = plain_model(checkpoint("llama-biases-tied"))
+    assert bench.weight_bytes(tied) == sum(parameter.nbytes for parameter in tied.parameters() if parameter.dim() == 2)
+
+
+def test_bandwidth_is_a_number_of_this_world():
+    assert 1e9 < bench.read_bandwidth(64, 2) < 1e13
+
+
+def test_prompts_are_equally_long_and_different():
+    tokenizer = Tokenizer(train_tokenizer([bench.TEXT], 300))
+    prompts = bench.prompts_of(tokenizer, 64)
+    assert {len(prompt) for prompt in prompts} == {32} and len({tuple(prompt) for prompt in prompts}) == 64
+
+
+def test_transformers_is_measured_on_the_same_folder(checkpoint):
+    run = bench.transformers_generate(checkpoint("llama"), torch.float32)
+    assert 0 < run([[1, 2, 3], [4, 5, 6]], 6) < 1
+
+
+def test_one_token_has_no_rate():
+    with pytest.raises(ValueError, match="two tokens at least"):
+        bench.bench_decode("tiny", tokens=1)

@@ -1,0 +1,90 @@
+"""Pictures: that they show what they are given, in one style."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from matplotlib.colors import to_hex
+
+from minifer import viz
+from minifer.model.passes import Pass, Span
+from minifer.ranks.trace import Event, Record
+from minifer.ranks.trace import Span as TraceSpan
+
+GROUP = (0, 1)
+RECORDS = [
+    Record(0, 10.0, 10.010, [Event("all_reduce", GROUP, 800, 10.001, 10.001, 10.004)], [TraceSpan("layer", 10.004, 10.009)]),
+    Record(
+        1,
+        10.0,
+        10.010,
+        [Event("all_reduce", GROUP, 800, 10.003, 10.003, 10.004), Event("send", GROUP, 8, 10.005, 10.005, 10.006, 0)],
+    ),
+]
+
+
+def test_timeline_bars_are_the_ranks_time():
+    [axes] = viz.timeline(RECORDS, "title").axes
+    found = {to_hex(bars.get_facecolor()[0]).upper(): bars.get_paths() for bars in axes.collections if len(bars.get_paths())}
+    assert set(found) <= {colour.upper() for colour in viz.ACTIVITY.values()}
+    waiting = found[viz.ACTIVITY["waiting"].upper()]
+    assert waiting[0].get_extents().bounds[::2] == pytest.approx((1.0, 2.0), abs=1e-6)  # ms
+    assert axes.get_xlabel() == "time (ms)" and [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    with pytest.raises(ValueError, match="a record at least"):
+        viz.timeline([])
+
+
+def test_bytes_table():
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    console.print(viz.bytes_table(RECORDS, tokens=4))
+    text = console.export_text()
+    assert "400.0" in text and "all_reduce" in text and "send" in text and "(computed, ring)" in text
+
+
+def test_perfetto_files_hold_every_event(tmp_path):
+    viz.perfetto(RECORDS, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {event["ph"] for event in events} == {"X", "M"} and all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
+    calls = [(event["pid"], event["name"], event["args"]["bytes"]) for event in complete if event["tid"] == 1]
+    assert calls == [(0, "all_reduce", 800), (1, "all_reduce", 800), (1, "send", 8)]
+    [module] = [event for event in complete if event["tid"] == 0]
+    assert module["name"] == "layer" and module["dur"] == pytest.approx(5000)
+    assert any(event["name"].startswith("waiting") and event["dur"] == pytest.approx(2000) for event in complete)
+
+
+def seen(pass_: Pass, window=None) -> list[list[list[int]]]:
+    panels = viz.visibility(pass_, window).axes
+    return [axes.collections[0].get_array().reshape(span.count, -1).astype(int).tolist() for axes, span in zip(panels, pass_.spans)]
+
+
+def test_visibility_shows_what_attention_uses():
+    pass_ = Pass(torch.zeros(6, dtype=torch.int64), (Span(0, 0, 3), Span(1, 3, 2), Span(2, 4, 1)), (0,))
+    assert seen(pass_) == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]], [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[1, 1, 1, 1, 1]]]
+    assert seen(pass_, 2) == [[[1, 0, 0], [1, 1, 0], [0, 1, 1]], [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]], [[0, 0, 0, 1, 1]]]
+
+
+def test_every_picture_has_units_and_draws_in_both_grounds():
+    pictures = [
+        lambda dark: viz.cache_growth([[1, 2], [2, 3]], 1000, "t", dark=dark),
+        lambda dark: viz.matrix(torch.eye(3), "t", dark=dark),
+        lambda dark: viz.roofline(1e12, 1e10, {"a": (1.0, 5e9)}, "t", dark=dark),
+        lambda dark: viz.timelines([("a", RECORDS), ("b", RECORDS)], dark=dark),
+        lambda dark: viz.technique_map(dark=dark),
+    ]
+    for draw in pictures:
+        light, dark = draw(False), draw(True)
+        assert light._repr_png_().startswith(b"\x89PNG") and light._repr_png_() != dark._repr_png_()
+        assert light.get_facecolor() != dark.get_facecolor()
+        assert len(light._repr_png_()) < 100_000
+    assert "MB" in pictures[0](False).axes[0].get_ylabel() and "GFLOP/s" in pictures[2](False).axes[0].get_ylabel()
+
+
+def test_play_without_a_kernel_is_the_last_picture():
+    drawn = []
+    shown = viz.play(lambda step: drawn.append(step) or viz.matrix(torch.eye(2)), 5)
+    assert drawn == [4] and shown._repr_png_()
