@@ -77,13 +77,15 @@ def reference(family: str, seed: int = 0, **more: Any) -> transformers.PreTraine
     return model
 
 
-def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A folder's model without its tokenizer."""
+def plain_model(folder: Path, dtype: torch.dtype = torch.float32, finish: bool = False) -> Transformer:
+    """A folder's model without its tokenizer; fused and packed only if asked for."""
     model = Transformer(read_config(folder))
     checkpoint = SafetensorsFolder(folder)
     weights.check(model.tensors, checkpoint, ("lm_head.weight",) if model.config.tied else ())
+    if finish:
+        model.fuse()
     weights.fill(model, checkpoint, dtype)
-    return model
+    return model.finish() if finish else model
 
 
 def naive_greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:

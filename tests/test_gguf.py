@@ -126,7 +126,7 @@ def test_every_quantisation_is_read_in_slices_as_in_one(tmp_path, kind):
         raw.write(b"head" + data.tobytes())
     file.path = tmp_path / "raw"
     fake = file._tensors["model.layers.0.self_attn.v_proj.weight"]._replace(
-        tensor_type=kind, shape=np.array([columns, rows]), n_bytes=data.nbytes, data_offset=4
+        kind=kind, shape=(rows, columns), size=data.nbytes, offset=4
     )
     for name in ("v", "q"):
         file._tensors[f"model.layers.0.self_attn.{name}_proj.weight"] = fake

@@ -242,11 +242,13 @@ def status(key):
 
 folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 torch.ones(8, 8) @ torch.ones(8, 8)
-model, checkpoint = Transformer(read_config(folder)), SafetensorsFolder(folder)
+model, checkpoint = Transformer(read_config(folder)).fuse(), SafetensorsFolder(folder)
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts here
 before = status("VmRSS")
 weights.fill(model, checkpoint, dtype)
 held = sum(parameter.nbytes for parameter in model.parameters())
+del checkpoint
+model.finish()
 print((status("VmHWM") - before) / held, held)
 """
 

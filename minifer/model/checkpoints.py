@@ -17,7 +17,7 @@ from .weights import Box
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 READABLE = {"F64", "F32", "F16", "BF16"}
-REOPEN_BYTES = 64 << 20
+REOPEN_BYTES = 32 << 20
 
 
 class SafetensorsFolder:
@@ -45,7 +45,8 @@ class SafetensorsFolder:
         """
         file = self.files[name]
         if self._open is None or self._open[0] != file or self._since_open > REOPEN_BYTES:
-            self._open = None  # the old mapping goes before the new one comes
+            if self._open is not None:
+                self._open[1].__exit__(None, None, None)  # the old mapping goes before the new one comes
             self._open, self._since_open = (file, safe_open(self.folder / file, "pt")), 0
         part = self._open[1].get_slice(name)[tuple(slice(*bounds) for bounds in box)]
         self._since_open += part.nbytes

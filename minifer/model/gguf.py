@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -49,6 +49,15 @@ KNOWN = frozenset(
 )
 
 
+class Place(NamedTuple):
+    """Where a tensor lies in the file, and how. size, offset: in bytes."""
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    size: int
+    offset: int
+
+
 class GGUFFile:
     """config, metadata and tensors of a llama-architecture GGUF. shapes: {Hugging Face name: shape}."""
 
@@ -61,13 +70,20 @@ class GGUFFile:
             raise ValueError(f"{path} is no readable GGUF file: {error}") from None
         self.path = path
         self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
-        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        # Only where tensors lie is kept: the reader maps the whole file and holds an object for every token's text.
+        self._tensors = {
+            _hugging_face_name(tensor.name): Place(
+                tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape)), int(tensor.n_bytes), int(tensor.data_offset)
+            )
+            for tensor in reader.tensors
+        }
+        del reader
         factors = self._tensors.pop("rope_freqs.weight", None)
         self.config = _config(self.metadata, self._tensors.keys(), ignore)
-        self.shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        self.shapes = {name: place.shape for name, place in self._tensors.items()}
         if factors is not None:  # Llama 3.1: how much slower each pair turns, as numbers
             self._tensors["rope_freqs.weight"] = factors
-            numbers = self.read("rope_freqs.weight", ((0, int(factors.shape[0])),))
+            numbers = self.read("rope_freqs.weight", ((0, factors.shape[0]),))
             self.config = _with_factors(self.config, tuple(numbers.tolist()))
             del self._tensors["rope_freqs.weight"]
 
@@ -84,17 +100,16 @@ class GGUFFile:
 
     def _rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Rows first:last of a tensor, float32. Read with plain file reads: a mapping would keep the file in memory."""
-        tensor = self._tensors[name]
-        shape = [int(n) for n in reversed(tensor.shape)]
-        row_bytes = tensor.n_bytes // shape[0]
-        data = np.fromfile(self.path, np.uint8, (last - first) * row_bytes, offset=tensor.data_offset + first * row_bytes)
+        place = self._tensors[name]
+        row_bytes = place.size // place.shape[0]
+        data = np.fromfile(self.path, np.uint8, (last - first) * row_bytes, offset=place.offset + first * row_bytes)
         if len(data) != (last - first) * row_bytes:
             raise ValueError(f"{self.path} is cut off: {name} ends before its row {last}")
         try:
-            numbers = gguf.dequantize(data.reshape(last - first, row_bytes), tensor.tensor_type)
+            numbers = gguf.dequantize(data.reshape(last - first, row_bytes), place.kind)
         except NotImplementedError:
-            raise ValueError(f"{name} is stored as {tensor.tensor_type.name}, which the gguf package cannot read") from None
-        return numbers.reshape(last - first, *shape[1:])
+            raise ValueError(f"{name} is stored as {place.kind.name}, which the gguf package cannot read") from None
+        return numbers.reshape(last - first, *place.shape[1:])
 
 
 def _interleaved_rows(first: int, last: int, head_dim: int) -> np.ndarray:

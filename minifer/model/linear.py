@@ -1,10 +1,10 @@
 """y = x W^T + b, in the one place where it is made faster.
 
-A decode step multiplies one row by every matrix, so its speed is how fast the matrices are read. Two things help on a CPU,
-both done once, by `Transformer.finish`, after the weights are filled:
+A decode step multiplies one row by every matrix, so its speed is how fast the matrices are read. Two things help on a CPU:
 
-    fuse    q, k and v (and gate and up) read the same x: one matrix of all their rows is one call
-    pack    oneDNN reads a bfloat16 matrix about twice as fast from its own blocked layout as from rows
+    fuse    q, k and v (and gate and up) read the same x: one matrix of all their rows is one call. Done on the empty model,
+            so that the rows are read to where they stay
+    pack    oneDNN reads a bfloat16 matrix about twice as fast from its own blocked layout as from rows. Done when it is filled
 
 Everything has a plain fallback: other dtypes, devices and processors multiply rows.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .weights import declare
+from .weights import declare, stack
 
 BLOCKED_FOR = 1  # rows of x that the blocked layout is chosen for: a decode step; wider passes use it too
 
@@ -48,16 +48,13 @@ class Linear(nn.Module):
 
 
 def fuse(parts: Sequence[Linear]) -> Linear:
-    """One Linear with the outputs of all parts, one behind the other."""
+    """One (still empty) Linear with the outputs of all parts, one behind the other."""
     fused = Linear.__new__(Linear)
     nn.Module.__init__(fused)
-    weights = [part.weight for part in parts]
-    assert all(weight is not None for weight in weights), "fuse comes before pack"
-    fused.weight = nn.Parameter(torch.cat([weight.detach() for weight in weights if weight is not None]), requires_grad=False)
-    biases = [part.bias for part in parts]
-    given = [bias.detach() for bias in biases if bias is not None]
-    assert len(given) in (0, len(parts)), "either all parts have a bias or none"
-    fused.bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
+    fused.weight = stack([part.weight for part in parts if part.weight is not None])
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts)), "either all parts have a bias or none"
+    fused.bias = stack(biases) if biases else None
     fused.packed = None
     return fused
 

@@ -69,6 +69,8 @@ def load(
     weights.check(model.tensors, checkpoint, may_be_extra=extra)
     if shard is not None:
         model = shard(model)
+    if finish:
+        model.fuse()
     weights.fill(model, checkpoint, dtype, device, progress)
     return (model.finish() if finish else model), tokenizer
 

@@ -53,10 +53,10 @@ class Attention(nn.Module):
         self.o = Linear(f"{name}.o_proj", config.width, self.heads * self.head_dim, config.output_bias)
         self.q_norm = Norm(f"{name}.q_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(f"{name}.k_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.qkv: Linear | None = None  # q, k and v as one, once the weights are there
+        self.qkv: Linear | None = None  # q, k and v as one
 
-    def finish(self) -> None:
-        """Make one matrix of q, k and v."""
+    def fuse(self) -> None:
+        """Make one (still empty) matrix of q, k and v."""
         self.qkv = fuse([self.q, self.k, self.v])
         del self.q, self.k, self.v
 
@@ -89,10 +89,10 @@ class FeedForward(nn.Module):
         self.gate = Linear(f"{name}.gate_proj", config.inner, config.width, config.mlp_bias)
         self.up = Linear(f"{name}.up_proj", config.inner, config.width, config.mlp_bias)
         self.down = Linear(f"{name}.down_proj", config.width, config.inner, config.mlp_bias)
-        self.gate_up: Linear | None = None  # both as one, once the weights are there
+        self.gate_up: Linear | None = None  # both as one
 
-    def finish(self) -> None:
-        """Make one matrix of gate and up."""
+    def fuse(self) -> None:
+        """Make one (still empty) matrix of gate and up."""
         self.gate_up = fuse([self.gate, self.up])
         del self.gate, self.up
 
@@ -179,7 +179,6 @@ class Transformer(nn.Module):
         self.agreements: list[Agreement] = []
         self.tensors = tensors_of(self)
         self.bytes_kept_twice = 0
-        self.finished = False
 
     @property
     def layers(self) -> list[Layer]:
@@ -214,18 +213,19 @@ class Transformer(nn.Module):
         logits = self.chunks[-1].exit.linear(hidden)  # type: ignore[union-attr, operator]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def fuse(self) -> Transformer:
+        """Of the empty model, after every technique has taken its part: matrices that read the same become one."""
+        for layer in self.layers:
+            layer.attention.fuse()
+            layer.feed_forward.fuse()
+        return self
+
     def finish(self) -> Transformer:
-        """After filling: fuse and pack where it pays. Not for models whose weights still move or train.
+        """Of the filled model: pack matrices where that pays. Not where weights still move or train.
 
         A tied head is packed too, beside the rows that the embedding looks up: `bytes_kept_twice` says what that costs.
         """
-        if self.finished:
-            return self
-        self.finished = True
         embedding = {id(chunk.entrance.weight) for chunk in self.chunks if isinstance(chunk.entrance, Embedding)}
-        for layer in self.layers:
-            layer.attention.finish()
-            layer.feed_forward.finish()
         for module in list(self.modules()):
             if isinstance(module, Linear):
                 tied = id(module.weight) in embedding

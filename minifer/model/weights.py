@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
-BLOCK_BYTES = 32 << 20  # of the checkpoint, read at a time
+BLOCK_BYTES = 8 << 20  # of the checkpoint, read at a time
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,17 @@ def select(parameter: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]])
     return _empty(tuple(shape), tuple(pieces))
 
 
+def stack(parameters: Sequence[torch.Tensor]) -> nn.Parameter:
+    """One (still empty) parameter with the rows of all of these, one behind the other: filled at once, never copied together."""
+    pieces, at = [], 0
+    for parameter in parameters:
+        for piece in pieces_of(parameter):
+            start, stop = piece.target[0]
+            pieces.append(Piece(piece.name, piece.source, _replaced(piece.target, 0, (start + at, stop + at))))
+        at += parameter.shape[0]
+    return _empty((at, *parameters[0].shape[1:]), tuple(pieces))
+
+
 def tensors_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """{checkpoint tensor: shape} of a whole model. Recorded before any technique cuts it: the checkpoint is checked against it."""
     sizes: dict[str, tuple[int, ...]] = {}
@@ -130,7 +141,7 @@ def fill(
                 real = torch.empty(parameter.shape, dtype=dtype, device=device)
                 for piece in pieces:
                     for source, target in _blocks(piece):
-                        real[_slices(target)] = checkpoint.read(piece.name, source).to(dtype)
+                        real[_slices(target)].copy_(checkpoint.read(piece.name, source))
                 made[key] = nn.Parameter(real, requires_grad=False)
                 made[key].pieces = pieces  # type: ignore[attr-defined]
                 if progress is not None:
