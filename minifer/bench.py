@@ -181,7 +181,7 @@ def _decode_table(rows: list[dict[str, Any]], title: str) -> Table:
     """tokens/s of all rows of the batch; × transformers of paired runs."""
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     columns = ("thr.", "batch", "minifer\ntokens/s", "transf.\ntokens/s", "×", "llama.cpp\ntokens/s")
-    for column in (*columns, "of the\nbound", "a pass\n(ms)", "matrices\n(ms)", "rest\n(ms)"):
+    for column in (*columns, "of\nbound", "pass\nms", "matr.\nms", "rest\nms"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         mine: Measured = row["minifer"]

@@ -226,11 +226,12 @@ class Transformer(nn.Module):
         A tied head is packed too, beside the rows that the embedding looks up: `bytes_kept_twice` says what that costs.
         """
         embedding = {id(chunk.entrance.weight) for chunk in self.chunks if isinstance(chunk.entrance, Embedding)}
-        for module in list(self.modules()):
-            if isinstance(module, Linear):
-                tied = id(module.weight) in embedding
-                size = module.pack()
-                self.bytes_kept_twice += size if tied else 0
+        matrices = [module for module in self.modules() if isinstance(module, Linear) and module.weight is not None]
+        # Equal sizes one after the other: each takes the room that the one before it has left.
+        for matrix in sorted(matrices, key=lambda matrix: matrix.weight.nbytes, reverse=True):  # type: ignore[union-attr]
+            tied = id(matrix.weight) in embedding
+            size = matrix.pack()
+            self.bytes_kept_twice += size if tied else 0
         return self
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
