@@ -72,6 +72,12 @@ def test_nb_04_prints_of_ranks_stand_in_order():
     assert [text(cell) for cell in run(SETUP, *[talk] * 10)[1:]] == [wanted] * 10
 
 
+def test_a_slider_in_a_kernel_stands_over_its_last_picture():
+    [cell] = run("from minifer import viz\nviz.play(lambda step: viz.picture(2, 1), 3)")
+    assert "image/png" in cell.outputs[0].data
+    assert "IntSlider(value=2" in text(cell)
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_stored_outputs_are_small_whole_and_clean(path):
     notebook = nbformat.read(path, 4)
