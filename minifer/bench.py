@@ -157,16 +157,8 @@ def bench_decode(
                     contestants["llama.cpp"] = native
                 prompts = prompts_of(tokenizer, batch)
                 taken = take_turns(contestants, prompts, tokens, repeats, lambda: progress.advance(bar))
-                bound = weight_bytes(model) / bandwidth
-                row = {
-                    "threads": count,
-                    "batch": batch,
-                    "bandwidth": bandwidth,
-                    "bound": bound,
-                    "matrices": matrix_seconds(model, batch),
-                    **taken,
-                }
-                rows.append(row)
+                limits = {"bound": weight_bytes(model) / bandwidth, "matrices": matrix_seconds(model, batch)}
+                rows.append({"threads": count, "batch": batch, **limits, **taken})
     torch.set_num_threads(before)
     console.print(_decode_table(rows, f"{name}, {str(model.dtype).removeprefix('torch.')}, {tokens} tokens, greedy"))
     kept = weight_bytes(model) + model.bytes_kept_twice

@@ -122,7 +122,7 @@ def tour(
     sizes = sorted(map(len, prompts))
     shown = f"{name}, {str(dtype).removeprefix('torch.')}, {len(prompts)} prompts of {sizes[0]}–{sizes[-1]} tokens"
     console.print(f"[bold]minifer tour[/]: {shown}, {tokens} new tokens each, greedy", soft_wrap=True)
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > cores() / 2:
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.75 * cores():
         load = f"load {os.getloadavg()[0]:.1f} on {cores()} cores"
         console.print(f"[yellow]other programs are busy ({load}): speeds below are not this machine's own[/]", soft_wrap=True)
     watched, timed = _run_all(name, dtype, prompts, tokens, repeats, threads, console)
