@@ -184,7 +184,10 @@ def _run_lessons(options: argparse.Namespace) -> int:
 def copy_lessons(folder: Path) -> tuple[int, int]:
     """Copy the lessons that came with minifer; what is there already stays. (files copied, files kept)"""
     source, copied, kept = bundled("lessons"), 0, 0
-    for path in sorted(path for path in source.rglob("*") if path.is_file() and ".ipynb_checkpoints" not in path.parts):
+    wanted = [
+        path for path in source.rglob("*") if path.suffix in (".ipynb", ".md", ".png") and ".ipynb_checkpoints" not in path.parts
+    ]
+    for path in sorted(wanted):
         target = folder / path.relative_to(source)
         if target.exists():
             kept += 1
