@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import PieceTokenizer, ScriptedModel, chain, ids_of, naive_greedy
+from helpers import PieceTokenizer, ScriptedModel, chain, ids_of, in_three_tries, naive_greedy
 
 from minifer import decode
 from minifer.batch import Request
@@ -248,18 +248,23 @@ def test_sampled_tokens_follow_the_models_distribution(tiny64):
 
 
 def test_perf_01_times_of_a_model_that_takes_50_ms():
-    model = ScriptedModel({0: 0}, prefill=0.05, decode=0.05)
-    [completion] = decode.generate(model, [[0]], 10)
-    assert completion.seconds == pytest.approx(0.5, rel=0.2) and completion.ttft == pytest.approx(0.05, rel=0.3)
-    assert 1 / completion.tpot == pytest.approx(20, rel=0.2)
+    def check():
+        [completion] = decode.generate(ScriptedModel({0: 0}, prefill=0.05, decode=0.05), [[0]], 10)
+        assert completion.seconds == pytest.approx(0.5, rel=0.2) and completion.ttft == pytest.approx(0.05, rel=0.2)
+        assert 1 / completion.tpot == pytest.approx(20, rel=0.2)
+
+    in_three_tries(check)
 
 
 def test_perf_03_prefill_is_no_decode_and_prompts_are_no_output():
-    model = ScriptedModel({0: 0}, prefill=0.4, decode=0.02)
-    speed = decode.speed(decode.generate(model, [[0] * 5, [0] * 9], 11))
-    assert speed.ttft == pytest.approx(0.4, rel=0.1) and speed.tpot == pytest.approx(0.02, rel=0.3)
-    assert speed.decode_rate == pytest.approx(100, rel=0.3)
-    assert (speed.output_tokens, speed.prompt_tokens) == (22, 14)
+    def check():
+        model = ScriptedModel({0: 0}, prefill=0.4, decode=0.02)
+        speed = decode.speed(decode.generate(model, [[0] * 5, [0] * 9], 11))
+        assert speed.ttft == pytest.approx(0.4, rel=0.1) and speed.tpot == pytest.approx(0.02, rel=0.2)
+        assert speed.decode_rate == pytest.approx(100, rel=0.2)
+        assert (speed.output_tokens, speed.prompt_tokens) == (22, 14)
+
+    in_three_tries(check)
 
 
 # Requests with something wrong with them.
