@@ -142,9 +142,6 @@ class Batch:
         self.fresh: list[Fresh] = []  # of the last turn
         self.started = time.perf_counter()
 
-    def __getitem__(self, row: int) -> Row:
-        return self._rows[row]
-
     @property
     def rows(self) -> int:
         return len(self._rows)

@@ -18,6 +18,7 @@ Letters: R rows of the batch, N tokens of a pass, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ def start(
         raise ValueError(f"{len(requests)} prompts do not fit a cache of {cache.rows} rows")
     rows = []
     for at, request in enumerate(requests):
-        budget = _budget(request, model, at)
+        budget = request.max_new_tokens
+        assert budget is not None, "requests_of has filled it in"
         if cache is not None and len(request.ids) + budget - 1 > cache.capacity:
             needed = f"{len(request.ids)} tokens + max_new_tokens {budget}"
             raise ValueError(f"prompt {at}: {needed} exceed the cache's capacity of {cache.capacity}")
@@ -143,13 +145,14 @@ def requests_of(
     max_new_tokens: int | None = 64,
     sampling: Sampling | None = None,
 ) -> list[Request]:
-    """The prompts as Requests. Raises a ValueError that names the first one that this model cannot serve."""
+    """The prompts as Requests, each with a max_new_tokens. Raises a ValueError naming the first that this model cannot serve."""
     requests = []
     for at, prompt in enumerate(prompts):
         if isinstance(prompt, (int, str)):
             raise ValueError(f"prompts are lists of ids, one list a prompt (for a single one: [ids]); number {at} is {prompt!r}")
-        requests.append(prompt if isinstance(prompt, Request) else Request(prompt, max_new_tokens, sampling or Sampling()))
-        _budget(requests[-1], model, at)
+        request = prompt if isinstance(prompt, Request) else Request(prompt, max_new_tokens, sampling or Sampling())
+        budget = _budget(request, model, at)
+        requests.append(request if request.max_new_tokens == budget else replace(request, max_new_tokens=budget))
     return requests
 
 

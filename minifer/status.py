@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from datetime import date
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .ranks.launch import cores
 from .tour import STOPS
 from .verdict import Result
 
@@ -43,6 +43,5 @@ def table(results: Sequence[Result], root: Path) -> str:
 
 def caption(what: str) -> str:
     """Where, when and on what it was measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = f"torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    return f"*Measured {date.today().isoformat()} on {cores} CPU cores ({versions}): {what}.*"
+    return f"*Measured {date.today().isoformat()} on {cores()} CPU cores ({versions}): {what}.*"

@@ -27,7 +27,7 @@ from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 from .prompts import WORKLOADS, workload
 from .ranks import Ranks, trace
-from .ranks.launch import cores
+from .ranks.launch import a_gpu_each, cores
 from .verdict import Result, Run, judge
 
 Technique = Callable[[Transformer, list[list[int]], int, bool], Run]  # (model, prompts, new tokens, watched?)
@@ -146,7 +146,7 @@ def _run_all(
 ) -> tuple[Runs, dict[str, list[list[Run]]]]:
     """Every stop on a world of its own: watched once, then timed `repeats` times in turn."""
     # All on the same kind of device: a GPU each where there are enough for the largest world.
-    cuda = torch.cuda.device_count() >= max(stop.ranks for stop in STOPS)
+    cuda = a_gpu_each(max(stop.ranks for stop in STOPS))
     worlds: dict[str, Ranks] = {}
     watched: Runs = {}
     timed: dict[str, list[list[Run]]] = {stop.name: [] for stop in STOPS}

@@ -13,7 +13,7 @@ import torch
 from helpers import ids_of
 
 import minifer
-from minifer import decode
+from minifer import contestants, decode
 from minifer.model import load as loading
 from minifer.model.gguf import GGUFFile
 from minifer.prompts import WORKLOADS, workload
@@ -165,20 +165,8 @@ def smollm2():
 
 def test_smollm2_answers_as_transformers_does(smollm2):
     """float32, the same dequantised weights, the same greedy answer to a question in the chat format."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     model, tokenizer = minifer.load("smollm2", torch.float32)
-    file, config = GGUFFile(smollm2), model.config
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocabulary, hidden_size=config.width, intermediate_size=config.inner, num_hidden_layers=config.layers,
-            num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, max_position_embeddings=config.context,
-            rms_norm_eps=config.norm_eps, tie_word_embeddings=True, eos_token_id=2, pad_token_id=2,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        )
-    )  # fmt: skip
-    stored = {name: file.read(name, tuple((0, size) for size in shape)) for name, shape in file.shapes.items()}
-    theirs.load_state_dict(stored | {"lm_head.weight": stored["model.embed_tokens.weight"]})
+    theirs = contestants._from_gguf(GGUFFile(smollm2), torch.float32)
     ids = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France, and what is it known for?"}])
     wanted = theirs.eval().generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :].tolist()
     [completion] = decode.generate(model, [ids], 40, tokenizer=tokenizer)

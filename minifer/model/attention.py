@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from .cache import Cache
-from .passes import Pass, Span
+from .passes import Pass, Span, depths
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Visible:
 
     causal: bool = False
     mask: torch.Tensor | None = None
+
+    @cached_property
+    def leaves_some_blind(self) -> bool:
+        """Whether there are queries that see nothing. Found out once, however many layers ask."""
+        return self.mask is not None and not bool(self.mask.any(-1).all())
 
 
 ALL = Visible()
@@ -69,13 +75,11 @@ def _view(span: Span, window: int | None) -> View:
 def _tree_view(span: Span, parents: tuple[int, ...], window: int | None) -> View:
     """In a tree a token sees the context, its ancestors and itself. Its slot in the cache is not its position."""
     mask = torch.zeros(span.count, span.start + span.count, dtype=torch.bool)
-    depth: list[int] = []
     for token, parent in enumerate(parents):
-        depth.append(0 if parent < 0 else depth[parent] + 1)
         if parent >= 0:
             mask[token] = mask[parent]
         mask[token, span.start + token] = True
-    positions = torch.tensor(depth)[:, None] + span.start
+    positions = torch.tensor(depths(parents))[:, None] + span.start
     context = torch.arange(span.start)
     mask[:, : span.start] = True if window is None else context > positions - window
     if window is not None:  # ancestors can be out of a short window too
@@ -108,7 +112,7 @@ def attention(
         out, lse = _flash_cpu(q, k, v, visible.causal, mask, scale)
     else:
         out, lse = _plain(q, k, v, visible.causal, mask, scale)
-    if mask is not None and visible.mask is not None and not bool(visible.mask.any(-1).all()):
+    if mask is not None and visible.leaves_some_blind:
         blind = ~mask.any(-1)  # [B, 1, Q]
         out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
     return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)

@@ -16,7 +16,7 @@ Letters: N tokens of a pass, W wanted tokens, R rows of the batch, D model width
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,14 @@ class Span(NamedTuple):
     row: int
     start: int
     count: int  # type: ignore[assignment]  # a tuple's own method of this name is not needed
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How deep each token of a tree stands below the context; 0 for those whose parent is the context itself (-1)."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,13 +84,8 @@ class Pass:
         if self.parents is None:
             ranges = [range(span.start, span.start + span.count) for span in self.spans]
             return torch.tensor([position for one in ranges for position in one])
-        found = []
-        for span, parents in zip(self.spans, self.parents):
-            depth: list[int] = []
-            for parent in parents:
-                depth.append(0 if parent < 0 else depth[parent] + 1)
-            found += [span.start + d for d in depth]
-        return torch.tensor(found)
+        pairs = zip(self.spans, self.parents)
+        return torch.tensor([span.start + depth for span, parents in pairs for depth in depths(parents)])
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

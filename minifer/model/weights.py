@@ -35,7 +35,7 @@ class Piece:
 
 
 class Checkpoint(Protocol):
-    """A set of named tensors on disk (model/checkpoints.py has one for safetensors and one for GGUF)."""
+    """A set of named tensors on disk (checkpoints.py has one for safetensors, gguf.py one for GGUF)."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -46,12 +46,11 @@ class Checkpoint(Protocol):
 
 def declare(*parts: tuple[str, tuple[int, ...]]) -> nn.Parameter:
     """An empty parameter made of whole checkpoint tensors (name, shape), stacked along their first dimension."""
-    pieces, at = [], 0
+    wholes = []
     for name, shape in parts:
-        rest = tuple((0, size) for size in shape[1:])
-        pieces.append(Piece(name, ((0, shape[0]), *rest), ((at, at + shape[0]), *rest)))
-        at += shape[0]
-    return _empty((at, *parts[0][1][1:]), tuple(pieces))
+        everything = tuple((0, size) for size in shape)
+        wholes.append(_empty(shape, (Piece(name, everything, everything),)))
+    return stack(wholes)
 
 
 def pieces_of(parameter: torch.Tensor) -> tuple[Piece, ...]:
@@ -130,42 +129,30 @@ def fill(
 
     progress: called with the number of bytes of parameters filled since its last call.
     """
-    made: dict[tuple[torch.Size, tuple[Piece, ...]], nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
-            pieces = pieces_of(parameter)
-            key = (parameter.shape, pieces)
-            if key not in made:
-                real = torch.empty(parameter.shape, dtype=dtype, device=device)
-                for piece in pieces:
-                    for source, target in _blocks(piece):
-                        real[_slices(target)].copy_(checkpoint.read(piece.name, source))
-                made[key] = nn.Parameter(real, requires_grad=False)
-                made[key].pieces = pieces  # type: ignore[attr-defined]
-                if progress is not None:
-                    progress(real.nbytes)
-            setattr(module, name, made[key])
+
+    def read(parameter: nn.Parameter) -> torch.Tensor:
+        real = torch.empty(parameter.shape, dtype=dtype, device=device)
+        for piece in pieces_of(parameter):
+            for source, target in _blocks(piece):
+                real[_slices(target)].copy_(checkpoint.read(piece.name, source))
+        if progress is not None:
+            progress(real.nbytes)
+        return real
+
+    _make_real(model, read)
 
 
 def initialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int, spread: float = 0.02) -> None:
     """Random numbers instead of a checkpoint, for training and for tests: matrices normal, norms one, biases zero."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[tuple[torch.Size, tuple[Piece, ...]], nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            pieces = pieces_of(parameter)
-            key = (parameter.shape, pieces)
-            if key not in made:
-                real = torch.empty(parameter.shape)
-                if parameter.dim() > 1:
-                    real.normal_(0, spread, generator=generator)
-                else:
-                    real.fill_(0.0 if pieces[0].name.endswith("bias") else 1.0)
-                made[key] = nn.Parameter(real.to(device, dtype), requires_grad=False)
-                made[key].pieces = pieces  # type: ignore[attr-defined]
-            setattr(module, name, made[key])
+
+    def draw(parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.dim() > 1:
+            return torch.empty(parameter.shape).normal_(0, spread, generator=generator).to(device, dtype)
+        value = 0.0 if pieces_of(parameter)[0].name.endswith("bias") else 1.0
+        return torch.full(parameter.shape, value, dtype=dtype, device=device)
+
+    _make_real(model, draw)
 
 
 def collect(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -175,6 +162,20 @@ def collect(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         for piece in pieces_of(parameter):
             tensors[piece.name] = parameter.detach()[_slices(piece.target)].to("cpu", dtype, copy=True).contiguous()
     return tensors
+
+
+def _make_real(model: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Put make(parameter) in place of every empty parameter. Those with equal pieces become one."""
+    made: dict[tuple[torch.Size, tuple[Piece, ...]], nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            key = (parameter.shape, pieces_of(parameter))
+            if key not in made:
+                made[key] = nn.Parameter(make(parameter), requires_grad=False)
+                made[key].pieces = key[1]  # type: ignore[attr-defined]
+            setattr(module, name, made[key])
 
 
 def _empty(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> nn.Parameter:

@@ -40,7 +40,7 @@ import torch.multiprocessing as mp
 
 from .carry import pack
 from .outputs import Outputs
-from .worker import Reply, World, main
+from .worker import Reply, World, backend_of, main
 
 START_SECONDS = 120  # for processes to start and meet
 GRACE_SECONDS = 0.25  # between the first sign of trouble and the verdict on its cause
@@ -67,7 +67,7 @@ class Ranks:
             raise ValueError(f"a world has one rank at least, not {ranks}")
         if dist.is_torchelastic_launched():
             raise RuntimeError("Ranks starts processes of its own; under torchrun the ranks exist: use launch")
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        enough = a_gpu_each(ranks)
         if cuda and not enough:
             raise ValueError(f"{ranks} ranks want a GPU each, there are {torch.cuda.device_count()}")
         self.ranks, self.timeout = ranks, timeout
@@ -202,11 +202,11 @@ def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
         raise ValueError(f"the function wants {ranks} ranks, but {given} are running")
     if not dist.is_initialized():
         local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= here
+        cuda = a_gpu_each(here)
         if cuda:
             torch.cuda.set_device(local)
         torch.set_num_threads(max(1, cores() // here))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group(backend_of(cuda))
         weakref.finalize(_launch_here, _leave)  # at the interpreter's end
     results: list[Any] = [None] * ranks
     dist.all_gather_object(results, function())
@@ -262,6 +262,11 @@ def _end(processes: list[Any], connections: list[Connection], folder: str) -> No
     for process in processes:
         process.join(5)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def a_gpu_each(ranks: int) -> bool:
+    """Whether this host has a GPU for each of so many ranks."""
+    return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
 
 
 def cores() -> int:

@@ -100,12 +100,17 @@ def _join(rank: int, world: World) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks: all of them compute on the CPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.cuda else "gloo",
+        backend_of(world.cuda),
         store=dist.FileStore(str(Path(world.folder) / "rendezvous"), world.ranks),
         rank=rank,
         world_size=world.ranks,
         timeout=LONG,
     )
+
+
+def backend_of(cuda: bool) -> str:
+    """What carries collectives: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
 def _redirect(rank: int, world: World) -> None:
