@@ -13,6 +13,7 @@ Letters: R rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from .draft import Draft, Round, Settled
 from .model.passes import Output, Pass, Span
 from .model.sampling import Sampling, distributions, draw, new_seed, penalise, uniform
 from .model.text import Detokenizer, StopStrings
@@ -66,7 +68,8 @@ class Completion:
 
     ids: the new ones only, the stop id included. text: theirs, without special tokens (None without a tokenizer).
     finish_reason: "stop" or "length". ttft: seconds from the start of the batch to the first token. tpot: mean seconds a
-    token after it (None for fewer than two). seconds: from the start to the last token.
+    token after it (None for fewer than two). seconds: from the start to the last token. rounds: with speculation, what each
+    pass after the prompt's drafted and kept.
     """
 
     ids: list[int]
@@ -76,6 +79,7 @@ class Completion:
     ttft: float | None
     tpot: float | None
     seconds: float
+    rounds: tuple[Round, ...] = ()
 
 
 class Fresh(NamedTuple):
@@ -95,7 +99,10 @@ class Row:
         self.seed = new_seed() if request.sampling.seed is None else request.sampling.seed
         self.tokens = list(request.ids)  # the prompt, then what was decided
         self.prompt = len(self.tokens)
-        self.cached = 0  # how many of them the cache holds
+        self.cached = 0  # how many of them the cache holds, once it has moved together what `keep` names
+        self.keep: list[int] | None = None  # slots of the row's last span that stay, where a tree was verified
+        self.capacity: int | None = None  # tokens that the cache has room for, where that is known
+        self.rounds: list[Round] = []
         self.finish_reason = "length" if budget == 0 else None
         self.first = self.last = None  # type: float | None
         self.pieces: list[str] = []
@@ -146,26 +153,52 @@ class Batch:
     def rows(self) -> int:
         return len(self._rows)
 
-    def extend(self, draft: torch.Tensor | None = None, states: tuple[int, ...] = ()) -> Pass:
-        """The next pass: of every active row what the cache lacks, then its draft (int64 [R, any], -1: nothing).
+    @property
+    def going(self) -> list[Row]:
+        """The active rows, in the order of `active`."""
+        return [self._rows[at] for at in self.active]
+
+    def row(self, at: int) -> Row:
+        return self._rows[at]
+
+    def at_most(self, longest: int, chosen: Sequence[int] | None = None) -> list[int]:
+        """Of each row how many tokens to draft: what was chosen, but the pass's own token needs a place in the budget too."""
+        wanted = [longest] * self.rows if chosen is None else [min(longest, length) for length in chosen]
+        return [max(0, min(length, row.left - 1)) if row.finish_reason is None else 0 for length, row in zip(wanted, self._rows)]
+
+    def room(self) -> list[int]:
+        """Of each row how many drafted tokens the cache has room for."""
+        return [max(0, (row.capacity or sys.maxsize) - len(row.tokens)) for row in self._rows]
+
+    def extend(self, draft: Draft | None = None, states: tuple[int, ...] = ()) -> Pass:
+        """The next pass: of every active row what the cache lacks, then its draft.
 
         At first that is the prompt, later the last token. Wanted are the last decided token of each row and its draft.
         """
         ids: list[int] = []
         spans: list[Span] = []
         wanted: list[int] = []
+        keep = {at: self._rows[at].keep for at in self.active if self._rows[at].keep is not None}
         for at in self.active:
             row = self._rows[at]
-            drafted = [] if draft is None else [token for token in draft[at].tolist() if token >= 0]
+            drafted = [] if draft is None else draft.ids[at]
             part = row.tokens[row.cached :] + drafted
             ids += part
             spans.append(Span(at, row.cached, len(part)))
             wanted += range(len(ids) - 1 - len(drafted), len(ids))
-        return Pass(torch.tensor(ids), tuple(spans), tuple(wanted), states)
+        parents = None
+        if draft is not None and not all(draft.is_chain(at) for at in self.active):
+            parents = tuple(self._parents(at, draft) for at in self.active)
+        return Pass(torch.tensor(ids), tuple(spans), tuple(wanted), states, parents, keep or None)  # type: ignore[arg-type]
+
+    def _parents(self, at: int, draft: Draft) -> tuple[int, ...]:
+        """Of a row's span: what the cache lacks is a chain, and its last token is the root of the draft."""
+        root = len(self._rows[at].tokens) - self._rows[at].cached - 1
+        return (*range(-1, root), *(root + 1 + parent for parent in draft.parents[at]))
 
     def sample(self, output: Output) -> torch.Tensor:
         """A token for every active row from its logits, int64 [R], -1 for the others."""
-        rows = [self._rows[at] for at in self.active]
+        rows = self.going
         logits = self.adjusted(output.logits, rows)
         if all(row.sampling.greedy for row in rows):
             chosen = logits.argmax(-1)
@@ -176,30 +209,41 @@ class Batch:
         ids[self.active] = chosen.cpu()
         return ids
 
-    def adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits [len(rows), V] after repetition penalties, and without stop ids where it is too early for them."""
-        logits = penalise(logits, [row.sampling for row in rows], [row.tokens for row in rows])
-        early = [(at, row) for at, row in enumerate(rows) if row.new < row.request.min_new_tokens and row.stop_ids]
-        if early:
-            logits = logits.clone()
-            for at, row in early:
+    def adjusted(self, logits: torch.Tensor, rows: Sequence[Row], drafts: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+        """Logits [len(rows), V] after repetition penalties, and without stop ids where it is too early for them.
+
+        A row may stand there several times, each time with drafted tokens taken for decided.
+        """
+        if all(row.sampling.repetition_penalty == 1 and not row.request.min_new_tokens for row in rows):
+            return logits
+        drafts = drafts or [()] * len(rows)
+        texts = [[*row.tokens, *draft] for row, draft in zip(rows, drafts)]
+        logits = penalise(logits, [row.sampling for row in rows], texts).clone()
+        for at, (row, draft) in enumerate(zip(rows, drafts)):
+            if row.new + len(draft) < row.request.min_new_tokens:
                 logits[at, [token for token in sorted(row.stop_ids) if token < logits.shape[1]]] = float("-inf")
         return logits
 
-    def take(self, ids: torch.Tensor) -> bool:
-        """Append what was decided (int64 [R] or [R, k], -1: nothing), as far as each row goes on. True while any row does."""
+    def take(self, ids: torch.Tensor, settled: Settled | None = None) -> bool:
+        """Append what was decided (int64 [R] or [R, k], -1: nothing), as far as each row goes on. True while any row does.
+
+        settled: where drafts were verified, which of them these are.
+        """
         now, chosen = time.perf_counter(), ids.reshape(self.rows, -1).tolist()
         self.fresh = []
         for at in self.active:
             row = self._rows[at]
-            row.cached = len(row.tokens)  # the pass has run these; of a draft it keeps what is appended now
-            before, text = len(row.tokens), ""
+            first_slot, before, text = row.cached, len(row.tokens), ""
+            row.cached = before  # the pass has run these; of a draft it keeps what is appended now
             assert max(chosen[at]) >= 0, f"nothing was decided for row {at}"
             for token in chosen[at]:
                 if token >= 0 and row.finish_reason is None:
                     text += row.take(token)
             # The last decided token is not in the cache yet: the next pass runs it.
             row.cached = max(row.cached, len(row.tokens) - 1)
+            nodes = [] if settled is None else settled.nodes[at][: row.cached - before]
+            in_place = nodes == list(range(len(nodes)))
+            row.keep = None if in_place else [*range(before - first_slot), *(before - first_slot + node for node in nodes)]
             row.first, row.last = row.first or now, now
             self.fresh.append(Fresh(at, row.tokens[before:], text))
         self.active = [at for at in self.active if self._rows[at].finish_reason is None]
@@ -219,6 +263,7 @@ class Batch:
             ttft=None if first is None else first - self.started,
             tpot=None if first is None or last is None or row.new < 2 else (last - first) / (row.new - 1),
             seconds=0.0 if last is None else last - self.started,
+            rounds=tuple(row.rounds),
         )
 
 

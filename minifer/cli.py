@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
     _lessons(commands.add_parser("lessons", help="copy the lessons to a folder of yours and open them in JupyterLab"))
     _bench(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
-    _train(commands.add_parser("train", help="train the bundled models on this machine's Python standard library"))
+    _train(commands.add_parser("train", help="train a bundled model, or drafters for a model"))
     return parser
 
 
@@ -230,24 +230,43 @@ def _run_bench_launch(options: argparse.Namespace) -> int:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train a bundled model. It takes about an hour on two cores, shows its progress, and goes on where it was stopped."
-    )
-    parser.add_argument("model", choices=("tiny",), help="what to train")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the finished model goes (default: ./trained/MODEL)")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="where checkpoints and the log stay (default: OUT-work)")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="another number of steps than the recipe's, to try it out")
-    parser.set_defaults(run=_run_train)
+    parser.description = "Train what comes with minifer. Runs show their progress, and go on where they were stopped."
+    kinds = parser.add_subparsers(title="what to train", metavar="KIND", required=True)
+    tiny = kinds.add_parser("tiny", help="the bundled model, on this machine's Python standard library: about an hour on two cores")
+    small = kinds.add_parser("drafters", help="a drafter for a model, on what that model itself says: some minutes for tiny")
+    small.add_argument("--model", default="tiny", help=f"the target (default: tiny); {MODEL_HELP}")
+    small.add_argument("--kind", choices=("draft_model", "medusa"), required=True, help="a smaller model, or heads on the target")
+    small.add_argument("--texts", type=_positive, metavar="N", help="prompts that the target answers (default: 9000)")
+    for one in (tiny, small):
+        one.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes (default: below ./trained)")
+        one.add_argument("--work", type=Path, metavar="FOLDER", help="where data and checkpoints stay (default: beside it)")
+        one.add_argument("--steps", type=_positive, metavar="N", help="another number of steps than the recipe's, to try it out")
+    tiny.set_defaults(run=_run_train)
+    small.set_defaults(run=_run_train_drafters)
 
 
 def _run_train(options: argparse.Namespace) -> int:
     from .training.pretrain import Recipe, train
 
-    out = options.out or Path("trained") / options.model
+    out = options.out or Path("trained") / "tiny"
     work = options.work or out.with_name(out.name + "-work")
     report = train(out, work, Recipe(steps=options.steps) if options.steps else Recipe())
     scores = ", ".join(f"{name} {score}" for name, score in report["held_out_bits_per_byte"].items())
     print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; bits per byte on files never seen: {scores}")
+    return 0
+
+
+def _run_train_drafters(options: argparse.Namespace) -> int:
+    from .training.distill import Recipe, train
+
+    name = Path(options.model).name
+    out = options.out or Path("trained") / f"{name}-{options.kind}"
+    work = options.work or Path("trained") / f"{name}-drafters-work"
+    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
+    report = train(Recipe(options.model, options.kind, **asked), out, work)
+    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
+    for kind, found in report["workloads"].items():
+        print(f"  {kind:14} {found['tokens_per_pass']:.2f}   kept by depth: {', '.join(map(str, found['acceptance_by_depth']))}")
     return 0
 
 

@@ -31,8 +31,8 @@ from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 
 __all__ = [
-    "Batch", "Completion", "Fresh", "Pass", "Request", "Sampling", "Speed", "generate", "run", "speed", "start", "steps", "stream",
-    "turns",
+    "Batch", "Completion", "Fresh", "Pass", "Request", "Sampling", "Speed", "fresh", "generate", "run", "speed", "start", "steps",
+    "stream", "turns",
 ]  # fmt: skip
 
 Steps = Generator[Pass, Output, Any]  # what a loop is: yields passes, is sent outputs, returns its result
@@ -99,10 +99,11 @@ def stream(
 ) -> Iterator[Fresh]:
     """As generate, but what each row gains is handed out as soon as it is decided."""
     batch = start(model, prompts, max_new_tokens, sampling=sampling, tokenizer=tokenizer, cache=cache)
-    return _fresh(batch, turns(model, steps(batch), cache or new_cache(model, batch)))
+    return fresh(batch, turns(model, steps(batch), cache or new_cache(model, batch)))
 
 
-def _fresh(batch: Batch, driver: Generator[None, None, Any]) -> Iterator[Fresh]:
+def fresh(batch: Batch, driver: Generator[None, None, Any]) -> Iterator[Fresh]:
+    """What each turn of a driver adds to the batch's rows."""
     for _ in driver:
         yield from batch.fresh
         batch.fresh = []
@@ -132,7 +133,7 @@ def start(
         ends = (*model.config.end_ids, *(tokenizer.end_ids if tokenizer else ()))
         row = Row(request, budget, frozenset(ends if request.stop_ids is None else request.stop_ids), tokenizer)
         if cache is not None:
-            row.cached = min(_common(cache.tokens[at], row.tokens), row.prompt - 1)
+            row.cached, row.capacity = min(cache.holds(at, row.tokens), row.prompt - 1), cache.capacity
         if request.stop_strings and tokenizer is None:
             raise ValueError(f"prompt {at} has stop strings: finding them needs a tokenizer")
         rows.append(row)
@@ -156,9 +157,12 @@ def requests_of(
     return requests
 
 
-def new_cache(model: Transformer, batch: Batch) -> Cache:
-    """A cache just large enough for these rows. The last token of a row is never run, so it needs no place."""
-    needed = [row.prompt + row.budget - 1 for row in batch._rows]
+def new_cache(model: Transformer, batch: Batch, spare: int = 0) -> Cache:
+    """A cache just large enough for these rows. The last token of a row is never run, so it needs no place.
+
+    spare: places more, for drafts of which only some can stay.
+    """
+    needed = [row.prompt + row.budget - 1 + spare for row in batch._rows]
     return model.new_cache(max(1, batch.rows), max([1, *needed]))
 
 
@@ -174,13 +178,3 @@ def _budget(request: Request, model: Transformer, at: int) -> int:
     if prompt + budget > context:
         raise ValueError(f"prompt {at}: {prompt} tokens + max_new_tokens {budget} exceed the model's context of {context}")
     return budget
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    size = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        size += 1
-    return size

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minifer
-from minifer.training import corpus, pretrain
+from minifer.training import corpus, pretrain, run
 
 SMALL = pretrain.Recipe(
     vocabulary=400, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, inner=64, context=128, steps=24, tokens_per_step=256,
@@ -38,7 +38,7 @@ def test_it_learns_and_writes_what_loads(few_texts, tmp_path):
 
 def test_a_stopped_run_goes_on_where_it_was(few_texts, tmp_path, monkeypatch):
     straight = pretrain.train(tmp_path / "a", tmp_path / "a-work", SMALL, checkpoint_every=8)
-    step_of, done = pretrain.train_step, []
+    step_of, done = run.train_step, []
 
     def dies_at_13(*args):
         done.append(args[-1])
@@ -46,10 +46,10 @@ def test_a_stopped_run_goes_on_where_it_was(few_texts, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return step_of(*args)
 
-    monkeypatch.setattr(pretrain, "train_step", dies_at_13)
+    monkeypatch.setattr(run, "train_step", dies_at_13)
     with pytest.raises(KeyboardInterrupt):
         pretrain.train(tmp_path / "b", tmp_path / "b-work", SMALL, checkpoint_every=8)
-    monkeypatch.setattr(pretrain, "train_step", lambda *args: (done.append(args[-1]), step_of(*args))[1])
+    monkeypatch.setattr(run, "train_step", lambda *args: (done.append(args[-1]), step_of(*args))[1])
     resumed = pretrain.train(tmp_path / "b", tmp_path / "b-work", SMALL, checkpoint_every=8)
     assert done[13:] == list(range(8, 24))
     # The same steps on the same numbers: what differs is rounding, should two threads add in another order.

@@ -50,7 +50,9 @@ class Cache:
         self.keys = [torch.zeros(rows, heads, capacity, width, dtype=dtype, device=device) for heads, width in shapes]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        # Of each row's last span: where it started, and its tokens.
         self._last_start = [0] * rows
+        self._last_ids: list[list[int]] = [[] for _ in range(rows)]
 
     @property
     def lengths(self) -> list[int]:
@@ -61,6 +63,13 @@ class Cache:
     def nbytes(self) -> int:
         """Bytes of all keys and values, used or not."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def holds(self, row: int, tokens: list[int]) -> int:
+        """How many of these tokens, from the first on, a row holds: the length of the common beginning."""
+        held, size = self.tokens[row], min(len(self.tokens[row]), len(tokens))
+        if held[:size] == tokens[:size]:
+            return size
+        return next(at for at in range(size) if held[at] != tokens[at])
 
     def begin(self, pass_: Pass) -> None:
         """Once a pass, before its first layer: move together what a tree keeps, and cut each row to its span's start."""
@@ -81,9 +90,11 @@ class Cache:
     def commit(self, pass_: Pass) -> None:
         """Once a pass, after its last layer: from now on the rows hold its tokens. A pass that was broken off never says so."""
         ids = pass_.ids.tolist()
-        for at, (row, start, count) in zip(pass_.offsets, pass_.spans):
+        for number, (at, (row, start, count)) in enumerate(zip(pass_.offsets, pass_.spans)):
+            self._last_ids[row], self._last_start[row] = ids[at : at + count], start
+            if pass_.parents is not None:  # of a tree, only what stands in its place in a text: up to where it branches first
+                count = next((slot for slot, parent in enumerate(pass_.parents[number]) if parent != slot - 1), count)
             self.tokens[row] += ids[at : at + count]
-            self._last_start[row] = start
 
     def append(self, layer: int, pass_: Pass, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write a layer's keys and values [N, K, h] of the pass that `begin` announced."""
@@ -121,7 +132,7 @@ class Cache:
         for target, source in zip((*self.keys, *self.values), (*state.keys, *state.values)):
             target[row, :, :length] = source
         self.tokens[row] = list(state.tokens)
-        self._last_start[row] = length
+        self._last_start[row], self._last_ids[row] = length, []
 
     def _keep(self, row: int, slots: list[int]) -> None:
         """Of the row's last span, keep only these of its tokens, moved together."""
@@ -130,7 +141,7 @@ class Cache:
         end = start + len(slots)
         for x in (*self.keys, *self.values):
             x[row, :, start:end] = x[row, :, source]  # the right side is a copy, so overlap does no harm
-        self.tokens[row] = self.tokens[row][:start] + [self.tokens[row][at] for at in source]
+        self.tokens[row] = self.tokens[row][:start] + [self._last_ids[row][slot] for slot in slots]
 
 
 def _indices(pass_: Pass, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

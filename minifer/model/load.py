@@ -65,6 +65,7 @@ def load(
         raise ValueError(f"dtype must be a floating torch.dtype, or its name, it is {dtype!r}")
     config, checkpoint, tokenizer = _open(find(name), ignore)
     model = Transformer(config)
+    model.name = str(name)
     extra = COMPUTED_ANYWAY + (("lm_head.weight",) if config.tied else ())
     weights.check(model.tensors, checkpoint, may_be_extra=extra)
     if shard is not None:

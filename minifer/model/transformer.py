@@ -168,7 +168,8 @@ class Transformer(nn.Module):
     """A whole model, empty (on the meta device) until `weights.fill`.
 
     chunks: what this rank runs. agreements: how a decision travels to the other ranks, innermost group first; empty on a
-    plain model. tensors: {checkpoint tensor: shape} of the whole model, whatever a technique cuts from it later.
+    plain model. tensors: {checkpoint tensor: shape} of the whole model, whatever a technique cuts from it later. name: by
+    which it was loaded.
     """
 
     def __init__(self, config: Config) -> None:
@@ -179,6 +180,7 @@ class Transformer(nn.Module):
         self.agreements: list[Agreement] = []
         self.tensors = tensors_of(self)
         self.bytes_kept_twice = 0
+        self.name = ""
 
     @property
     def layers(self) -> list[Layer]:

@@ -2,18 +2,14 @@
 
     documents -> byte-level BPE -> one long row of ids -> random windows -> cross-entropy -> Muon and AdamW
 
-The matrices inside the layers are trained by Muon, which steps along the nearest orthogonal matrix of the momentum and
-needs about half the tokens AdamW does at this size; the embedding (which is also the head) and the norms by AdamW. Most
-steps see windows of 512 tokens, the last fifth windows of 2,048, so that the model knows positions up to there.
-
-A run can be stopped at any moment: it goes on from its last checkpoint. Checkpoints are safetensors and JSON, no pickles.
+Most steps see windows of 512 tokens, the last fifth windows of 2,048, so that the model knows positions up to there. How the
+steps are made, and how a run is stopped and goes on, is in run.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
@@ -32,6 +27,7 @@ from ..model.passes import Pass, Span
 from ..model.rotary import Rope
 from ..model.transformer import Transformer
 from .corpus import END_OF_TEXT, documents, is_held_out, train_tokenizer
+from .run import Schedule, fit, same_recipe
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,10 @@ class Recipe:
             end_ids=(0,),
         )
 
+    def schedule(self) -> Schedule:
+        """Of its steps."""
+        return Schedule(self.steps, self.muon_rate, self.adam_rate, self.warm_up, self.decay_share, self.weight_decay)
+
 
 def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100) -> dict:
     """Train, or go on training, and write a Hugging Face folder: config, tokenizer, bfloat16 weights, report.json.
@@ -83,36 +83,20 @@ def train(folder: Path, work: Path, recipe: Recipe, checkpoint_every: int = 100)
     """
     folder.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    _same_recipe(work, recipe)
+    same_recipe(work, recipe)
     console = Console(stderr=True)
     console.print("reading the standard library" + ("" if (work / "ids.npy").is_file() else " and training a tokenizer on it"))
     tokenizer, ids, held_out = prepare(work, recipe)
     model = Transformer(recipe.config())
     weights.initialise(model, torch.float32, "cpu", recipe.seed)
-    optimizers = make_optimizers(model, recipe)
-    step, seconds = _resume(work, model, optimizers)
-    started, losses = time.perf_counter(), []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress, open(work / "log.jsonl", "a") as log:
-        bar = progress.add_task("training", total=recipe.steps, completed=step)
-        while step < recipe.steps:
-            try:
-                losses.append(train_step(model, optimizers, batch_of(ids, recipe, step), recipe, step))
-            except KeyboardInterrupt:
-                progress.stop()
-                console.print(f"stopped at step {step}: the same command goes on from the last checkpoint in {work}")
-                raise
-            step += 1
-            progress.update(bar, completed=step, description=f"training, loss {np.mean(losses[-50:]):.3f}")
-            if step % checkpoint_every == 0 or step == recipe.steps:
-                so_far = seconds + time.perf_counter() - started
-                entry = {"step": step, "loss": round(float(np.mean(losses[-checkpoint_every:])), 4), "seconds": round(so_far)}
-                log.write(json.dumps(entry) + "\n")
-                log.flush()
-                _save(work, model, optimizers, step, so_far)
+    inside = [parameter for layer in model.layers for parameter in layer.parameters()]
+
+    def loss_at(step: int) -> torch.Tensor:
+        return loss_of(model, batch_of(ids, recipe, step))
+
+    seconds = fit(model, inside, loss_at, recipe.schedule(), work, checkpoint_every)
     console.print(f"measuring it on {len(held_out)} files that it has not seen")
-    total = json.loads((work / "progress.json").read_text())["seconds"]
-    report = make_report(model, tokenizer, held_out, recipe, total)
+    report = make_report(model, tokenizer, held_out, recipe, seconds)
     export(model, tokenizer, folder, report)
     return report
 
@@ -148,35 +132,6 @@ def loss_of(model: Transformer, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.logits, batch[:, 1:].reshape(-1))
 
 
-def make_optimizers(model: Transformer, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    inside = [parameter for layer in model.layers for parameter in layer.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if all(parameter is not other for other in inside)]
-    muon = torch.optim.Muon(inside, lr=recipe.muon_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
-def train_step(
-    model: Transformer, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor, recipe: Recipe, step: int
-) -> float:
-    """One step; returns its loss. Rates rise over warm_up steps, stay, and fall linearly over the last decay_share."""
-    decay = recipe.steps * recipe.decay_share
-    share = min(1.0, (step + 1) / recipe.warm_up, (recipe.steps - step) / decay)
-    for optimizer, rate in zip(optimizers, (recipe.muon_rate, recipe.adam_rate)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * share
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
-
-
 def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Iterator[str] | list[str], window: int) -> float:
     """Cross-entropy in bits over the UTF-8 bytes of the texts, each read in windows that begin with END_OF_TEXT."""
     bits, size = 0.0, 0
@@ -193,8 +148,6 @@ def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Iterator[str]
 
 def make_report(model: Transformer, tokenizer: Tokenizer, held_out: dict[str, str], recipe: Recipe, seconds: float) -> dict:
     """What was trained, for how long, how well it does on files it never saw, and how it continues a few prompts."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
     groups = {
         "library": [text for name, text in held_out.items() if not name.startswith(("test/", "pydoc_data/"))],
         "tests": [text for name, text in held_out.items() if name.startswith("test/")],
@@ -243,49 +196,3 @@ def export(model: Transformer, tokenizer: Tokenizer, folder: Path, report: dict)
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(weights.collect(model, torch.bfloat16), folder / "model.safetensors", {"format": "pt"})
     (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-
-
-def _same_recipe(work: Path, recipe: Recipe) -> None:
-    """A work folder belongs to one recipe."""
-    path = work / "recipe.json"
-    if path.is_file() and json.loads(path.read_text()) != asdict(recipe):
-        raise ValueError(f"{work} holds a run of another recipe: give another --work, or remove it")
-    path.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
-
-
-def _state_tensors(model: Transformer, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Parameters and what the optimizers remember of them, under flat names. Live tensors, not copies."""
-    tensors = {f"model.{at}": parameter.detach() for at, parameter in enumerate(model.parameters())}
-    for which, optimizer in enumerate(optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for at, parameter in enumerate(parameters):
-            for key, value in optimizer.state[parameter].items():
-                tensors[f"optimizer.{which}.{at}.{key}"] = value
-    return tensors
-
-
-def _save(work: Path, model: Transformer, optimizers: list[torch.optim.Optimizer], step: int, seconds: float) -> None:
-    """The new checkpoint stands complete before the old one goes."""
-    save_file({k: v.clone() for k, v in _state_tensors(model, optimizers).items()}, work / "new.safetensors")
-    (work / "new.safetensors").replace(work / f"step-{step}.safetensors")
-    (work / "new.json").write_text(json.dumps({"step": step, "seconds": seconds}))
-    (work / "new.json").replace(work / "progress.json")
-    for old in work.glob("step-*.safetensors"):
-        if old.name != f"step-{step}.safetensors":
-            old.unlink()
-
-
-def _resume(work: Path, model: Transformer, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
-    """(steps done, seconds spent), with the checkpoint's numbers in place."""
-    if not (work / "progress.json").is_file():
-        return 0, 0.0
-    progress = json.loads((work / "progress.json").read_text())
-    tensors = load_file(work / f"step-{progress['step']}.safetensors")
-    for at, parameter in enumerate(model.parameters()):
-        parameter.data.copy_(tensors[f"model.{at}"])
-    for which, optimizer in enumerate(optimizers):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for at, parameter in enumerate(parameters):
-            prefix = f"optimizer.{which}.{at}."
-            optimizer.state[parameter] = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
-    return progress["step"], progress["seconds"]
