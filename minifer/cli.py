@@ -13,12 +13,8 @@ from pathlib import Path
 
 import torch
 
+from .cli_work import DTYPES, MODEL_HELP, bench_command, positive, train_command
 from .model.load import bundled
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-MODEL_HELP = (
-    'a bundled name ("tiny"), "smollm2" (fetched once, 98 MB), a Hugging Face folder, a .gguf file, or a hub name (owner/name)'
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
     _lessons(commands.add_parser("lessons", help="copy the lessons to a folder of yours and open them in JupyterLab"))
-    _bench(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
-    _train(commands.add_parser("train", help="train a bundled model, or drafters for a model"))
+    bench_command(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
+    train_command(commands.add_parser("train", help="train a bundled model, or drafters for a model"))
     return parser
 
 
@@ -70,9 +66,9 @@ def _tour(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32, where ids must be equal"
     )
-    parser.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
-    parser.add_argument("--prompts", type=_positive, default=2, metavar="N", help="of each of the six workloads, 1-12 (default: 2)")
-    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs of each technique, alternated (default: 3)")
+    parser.add_argument("--tokens", type=positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
+    parser.add_argument("--prompts", type=positive, default=2, metavar="N", help="of each of the six workloads, 1-12 (default: 2)")
+    parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs of each technique, alternated (default: 3)")
     parser.add_argument(
         "--picture",
         type=_path_or_none,
@@ -80,12 +76,13 @@ def _tour(parser: argparse.ArgumentParser) -> None:
         default=Path("minifer-tour.png"),
         help="what each rank did (default: minifer-tour.png)",
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of each rank (default: its share of the cores)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads of each rank (default: its share of the cores)")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="write the results into the status table of this file")
     parser.set_defaults(run=_run_tour)
 
 
 def _run_tour(options: argparse.Namespace) -> int:
+    from .stops import STOPS, stops_for
     from .tour import tour
 
     results = tour(
@@ -100,7 +97,12 @@ def _run_tour(options: argparse.Namespace) -> int:
     if options.readme is not None:
         from .status import write
 
-        write(results, options.readme, f"{options.model}, {options.dtype}, greedy")
+        # A technique that this model has no drafter for is shown on tiny.
+        missing = [stop.name for stop in STOPS if stop not in stops_for(options.model)]
+        more = (
+            tour("tiny", DTYPES[options.dtype], options.tokens, options.prompts, picture=None, only=missing)[1:] if missing else []
+        )
+        write([*results, *more], options.readme, f"{options.model}, {options.dtype}, greedy")
     return 0 if all(result.exact for result in results) else 1
 
 
@@ -123,12 +125,14 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 where this machine multiplies it natively, else float32")
+    parser.add_argument("--drafter", metavar="NAME", help="speculate: prompt_lookup, draft_model, medusa, or a drafter's folder")
+    parser.add_argument("--draft-length", type=positive, metavar="N", help="tokens to draft (default: the drafter's own)")
     parser.add_argument("--quiet", action="store_true", help="no line about speed")
     parser.set_defaults(run=_run_generate)
 
 
 def _run_generate(options: argparse.Namespace) -> int:
-    from . import decode
+    from . import decode, drafters, mtp
     from .batch import Request
     from .model.load import load
     from .model.sampling import Sampling
@@ -145,11 +149,18 @@ def _run_generate(options: argparse.Namespace) -> int:
     else:
         ids = tokenizer.encode(prompt)
     request = Request(ids, options.max_new_tokens, sampling, stop_strings=options.stop)
-    stream = decode.stream(model, [request], tokenizer=tokenizer)
+    if options.drafter is None and options.draft_length:
+        raise ValueError("--draft-length goes with --drafter")
+    if options.drafter is None:
+        stream = decode.stream(model, [request], tokenizer=tokenizer)
+    else:
+        drafter = drafters.load(options.drafter, model, tokenizer)
+        stream = mtp.stream(model, [request], drafter, options.draft_length, tokenizer=tokenizer)
     if not options.chat:
         print(prompt, end="", flush=True)
-    started, first, count = time.perf_counter(), 0.0, 0
+    started, first, count, passes = time.perf_counter(), 0.0, 0, 0
     for fresh in stream:
+        passes += 1
         first, count = first or time.perf_counter() - started, count + len(fresh.ids)
         print(fresh.text, end="", flush=True)
     print()
@@ -158,7 +169,8 @@ def _run_generate(options: argparse.Namespace) -> int:
         threads, kind = torch.get_num_threads(), str(model.dtype).removeprefix("torch.")
         where = f"{threads} threads" if model.device.type == "cpu" else str(model.device)
         print(
-            f"\n[{len(ids)} prompt tokens, first token after {first:.2f} s, {count} tokens, {rate:.1f} tokens/s, {kind}, {where}]",
+            f"\n[{len(ids)} prompt tokens, first token after {first:.2f} s, {count} tokens in {passes} passes, "
+            f"{rate:.1f} tokens/s, {kind}, {where}]",
             file=sys.stderr,
         )
     return 0
@@ -196,84 +208,6 @@ def copy_lessons(folder: Path) -> tuple[int, int]:
         target.write_bytes(path.read_bytes())
         copied += 1
     return copied, kept
-
-
-def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure on this machine. Contestants take turns; figures are medians with their spread."
-    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
-    decoding = kinds.add_parser("decode", help="plain decoding, beside transformers, llama.cpp and the bound")
-    decoding.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
-    decoding.add_argument("--batches", type=_positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
-    decoding.add_argument("--threads", type=_positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
-    decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="new tokens a prompt (default: 128)")
-    decoding.add_argument("--repeats", type=_positive, default=5, metavar="N", help="runs of each contestant (default: 5)")
-    decoding.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
-    decoding.set_defaults(run=_run_bench_decode)
-    launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
-    launching.add_argument("--ranks", type=_positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
-    launching.set_defaults(run=_run_bench_launch)
-
-
-def _run_bench_decode(options: argparse.Namespace) -> int:
-    from .bench import bench_decode
-
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    bench_decode(options.model, options.batches, options.threads, options.tokens, options.repeats, dtype)
-    return 0
-
-
-def _run_bench_launch(options: argparse.Namespace) -> int:
-    from .bench import bench_launch
-
-    bench_launch(options.ranks)
-    return 0
-
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train what comes with minifer. Runs show their progress, and go on where they were stopped."
-    kinds = parser.add_subparsers(title="what to train", metavar="KIND", required=True)
-    tiny = kinds.add_parser("tiny", help="the bundled model, on this machine's Python standard library: about an hour on two cores")
-    small = kinds.add_parser("drafters", help="a drafter for a model, on what that model itself says: some minutes for tiny")
-    small.add_argument("--model", default="tiny", help=f"the target (default: tiny); {MODEL_HELP}")
-    small.add_argument("--kind", choices=("draft_model", "medusa"), required=True, help="a smaller model, or heads on the target")
-    small.add_argument("--texts", type=_positive, metavar="N", help="prompts that the target answers (default: 9000)")
-    for one in (tiny, small):
-        one.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes (default: below ./trained)")
-        one.add_argument("--work", type=Path, metavar="FOLDER", help="where data and checkpoints stay (default: beside it)")
-        one.add_argument("--steps", type=_positive, metavar="N", help="another number of steps than the recipe's, to try it out")
-    tiny.set_defaults(run=_run_train)
-    small.set_defaults(run=_run_train_drafters)
-
-
-def _run_train(options: argparse.Namespace) -> int:
-    from .training.pretrain import Recipe, train
-
-    out = options.out or Path("trained") / "tiny"
-    work = options.work or out.with_name(out.name + "-work")
-    report = train(out, work, Recipe(steps=options.steps) if options.steps else Recipe())
-    scores = ", ".join(f"{name} {score}" for name, score in report["held_out_bits_per_byte"].items())
-    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; bits per byte on files never seen: {scores}")
-    return 0
-
-
-def _run_train_drafters(options: argparse.Namespace) -> int:
-    from .training.distill import Recipe, train
-
-    name = Path(options.model).name
-    out = options.out or Path("trained") / f"{name}-{options.kind}"
-    work = options.work or Path("trained") / f"{name}-drafters-work"
-    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
-    report = train(Recipe(options.model, options.kind, **asked), out, work)
-    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
-    for kind, found in report["workloads"].items():
-        print(f"  {kind:14} {found['tokens_per_pass']:.2f}   kept by depth: {', '.join(map(str, found['acceptance_by_depth']))}")
-    return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
 
 
 def _path_or_none(text: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Who decodes in `minifer bench decode`: minifer, and beside it transformers and llama.cpp where they are installed.
+"""Who decodes in `minifer bench`: minifer, and beside it transformers and llama.cpp where they are installed.
 
 Each is a function of prompts and a number of tokens that gives the seconds a token after the first.
 """
@@ -31,8 +31,11 @@ def ours(model: Transformer) -> Contestant:
     return run
 
 
-def transformers_generate(place: Path, dtype: torch.dtype) -> Contestant | None:
-    """transformers' own generate, with a cache, on the same weights, where transformers is installed."""
+def transformers_generate(place: Path, dtype: torch.dtype, assistant: Path | None = None, **options: Any) -> Contestant | None:
+    """transformers' own generate, with a cache, on the same weights, where transformers is installed.
+
+    assistant: the folder of a draft model for its assisted generation. options: more of generate's.
+    """
     if importlib.util.find_spec("transformers") is None:
         return None
     import transformers
@@ -43,12 +46,13 @@ def transformers_generate(place: Path, dtype: torch.dtype) -> Contestant | None:
     else:
         model = _from_gguf(GGUFFile(place), dtype)
     model.eval()
+    if assistant is not None:
+        options["assistant_model"] = transformers.AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).eval()
 
     def seconds(ids: torch.Tensor, tokens: int) -> float:
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         started = time.perf_counter()
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
-        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths, **options)
         return time.perf_counter() - started
 
     def run(prompts: list[list[int]], tokens: int) -> float:

@@ -86,7 +86,7 @@ def generate(
     A completion's `rounds` tell what was drafted and kept. rule: None is exact; `typical` is not. Raises ValueError for a draft
     length that the drafter cannot give, and whatever decode.generate raises.
     """
-    _, loop, cache = _start(model, prompts, drafter, draft_length, rule, max_new_tokens=max_new_tokens, **options)
+    _, loop, cache = start(model, prompts, drafter, draft_length, rule, max_new_tokens=max_new_tokens, **options)
     return decode.run(model, loop, cache)
 
 
@@ -101,18 +101,19 @@ def stream(
     **options: Any,
 ) -> Iterator[Fresh]:
     """As generate, but what each row gains is handed out as soon as it is decided."""
-    batch, loop, cache = _start(model, prompts, drafter, draft_length, rule, max_new_tokens=max_new_tokens, **options)
+    batch, loop, cache = start(model, prompts, drafter, draft_length, rule, max_new_tokens=max_new_tokens, **options)
     return decode.fresh(batch, decode.turns(model, loop, cache))
 
 
-def _start(
+def start(
     model: Transformer,
     prompts: Sequence[Sequence[int] | Request],
     drafter: Drafter,
-    draft_length: int | Adaptive | None,
-    rule: Rule | None,
+    draft_length: int | Adaptive | None = None,
+    rule: Rule | None = None,
     **options: Any,
 ) -> tuple[Batch, decode.Steps, Cache]:
+    """What generate runs: the batch, its loop, and a cache with room for drafts that do not stay."""
     longest = pace_of(draft_length, drafter).longest
     drafter.check(longest)
     batch = decode.start(model, prompts, **options)

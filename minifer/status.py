@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .ranks.launch import cores
-from .tour import STOPS
+from .stops import STOPS
 from .verdict import Result
 
 BEGIN, END = "<!-- status: written by `minifer tour --readme` -->", "<!-- end of status -->"
@@ -30,12 +30,13 @@ def table(results: Sequence[Result], root: Path) -> str:
     """Markdown: a row a technique, its module and its lesson as links where they exist."""
     stops = {stop.name: stop for stop in STOPS}
     rows = [HEAD, "|---|---|---|---|---|---|---|"]
-    for result in results:
+    for result in sorted(results, key=lambda result: list(stops).index(result.name)):
         stop = stops[result.name]
         lesson = root / "lessons" / f"{stop.lesson}.ipynb"
         shown = f"[{stop.lesson[:2]}](lessons/{stop.lesson}.ipynb)" if lesson.is_file() else "to come"
         exact = "yes" if result.exact else "**no**"
-        speed = f"{result.tokens_per_second:,.0f}, {result.ratio:.2f}"
+        elsewhere = f" ({result.model})" if result.model != results[0].model else ""
+        speed = f"{result.tokens_per_second:,.0f}, {result.ratio:.2f}{elsewhere}"
         module = f"[`{stop.module}`](minifer/{stop.module}.py)"
         rows.append(f"| {result.name} | {module} | {shown} | {result.ranks} | {exact} | {result.payload_bytes:,.0f} | {speed} |")
     return "\n".join(rows)

@@ -1,17 +1,15 @@
 """`minifer tour`: real prompts, decoded by every technique there is, and held against plain decoding.
 
-A technique is a function that every rank of a world runs. Plain decoding is one too, on a world of one rank. Each is
-watched once (passes, collectives, margins between logits), then timed several times without anything in its way; these runs
-alternate, so that whatever else the machine does hits all of them alike.
+The techniques are in stops.py. Each is watched once (passes, collectives, margins between logits), then timed several times
+without anything in its way; these runs alternate, so that whatever else the machine does hits all of them alike.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,79 +17,15 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from . import data_parallel, decode, viz
-from .batch import Completion
+from . import viz
 from .model.load import load, look_up
-from .model.passes import Pass
 from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 from .prompts import WORKLOADS, workload
 from .ranks import Ranks, trace
 from .ranks.launch import a_gpu_each, cores
+from .stops import STOPS, Stop, Technique, stops_for
 from .verdict import Result, Run, judge
-
-Technique = Callable[[Transformer, list[list[int]], int, bool], Run]  # (model, prompts, new tokens, watched?)
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A stop of the tour: how a technique is called, on how many ranks, what each rank runs, and where to read about it."""
-
-    name: str
-    ranks: int
-    technique: Technique
-    module: str = ""
-    lesson: str = ""
-
-
-def plain(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
-    """decode.generate"""
-    run = Run([])
-    run.completions = _generate(model, prompts, tokens, run if watched else None, range(len(prompts)))
-    return run
-
-
-def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
-    """data_parallel.generate over all ranks"""
-    group, run = dist.group.WORLD, Run([])
-    assert group is not None
-    mine = data_parallel.deal(range(len(prompts)), group.size(), group.rank())
-
-    def serve(model: Transformer, share: list[list[int]], max_new_tokens: int) -> list[Completion]:
-        return _generate(model, share, max_new_tokens, run if watched else None, mine)
-
-    run.completions = data_parallel.generate(model, prompts, group, serve, max_new_tokens=tokens)
-    return run
-
-
-STOPS = (
-    Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
-    Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
-)
-
-
-def _generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, run: Run | None, numbers: Sequence[int]
-) -> list[Completion]:
-    """decode.generate; where a run is given, it is told of passes and margins. numbers: of these prompts in the whole tour."""
-    if run is None:
-        return decode.generate(model, prompts, tokens)
-    batch = decode.start(model, prompts, tokens)
-    return decode.run(model, _watch(decode.steps(batch), run, numbers), decode.new_cache(model, batch))
-
-
-def _watch(loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Steps:
-    """The same loop, seen by who stands beside it."""
-    output: Any = None
-    while True:
-        try:
-            pass_: Pass = loop.send(output)
-        except StopIteration as end:
-            return end.value
-        run.row_passes += len(pass_.spans)
-        output = yield pass_
-        for span, (first, second) in zip(pass_.spans, output.logits.topk(2).values.tolist()):
-            run.margins.setdefault(numbers[span.row], []).append(first - second)
 
 
 def tour(
@@ -103,12 +37,13 @@ def tour(
     picture: Path | None = None,
     threads: int | None = None,
     console: Console | None = None,
+    only: Sequence[str] | None = None,
 ) -> list[Result]:
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
     dtype: float32 must give the same ids; bfloat16 may differ at ties (see verdict.judge). repeats: how often each stop is
     timed; speeds are medians. picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one on a dark ground
-    beside it. threads: of each rank; by default its share of the cores.
+    beside it. threads: of each rank; by default its share of the cores. only: names of stops, besides plain decoding.
     """
     console = console or Console()
     config, tokenizer = look_up(name)
@@ -125,9 +60,11 @@ def tour(
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.75 * cores():
         load = f"load {os.getloadavg()[0]:.1f} on {cores()} cores"
         console.print(f"[yellow]other programs are busy ({load}): speeds below are not this machine's own[/]", soft_wrap=True)
-    watched, timed = _run_all(name, dtype, prompts, tokens, repeats, threads, console)
+    stops = [stop for stop in stops_for(name) if only is None or stop.name == stop.baseline or stop.name in only]
+    watched, timed = _run_all(stops, (name, dtype), (prompts, tokens), repeats, threads, console)
     first = STOPS[0].name
-    results = [judge(s.name, watched[s.name], timed[s.name], watched[first], timed[first], dtype) for s in STOPS]
+    results = [judge(s.name, watched[s.name], timed[s.name], watched[first], timed[s.baseline], dtype) for s in stops]
+    results = [replace(result, model=name) for result in results]
     _show(results, console)
     if picture is not None:
         panels = [(_title(result), [run.record for run in watched[result.name]]) for result in results]
@@ -142,24 +79,30 @@ Runs = dict[str, list[Run]]  # {stop: a Run a rank}
 
 
 def _run_all(
-    name: str, dtype: torch.dtype, prompts: list[list[int]], tokens: int, repeats: int, threads: int | None, console: Console
+    stops: Sequence[Stop],
+    model: tuple[str, torch.dtype],
+    asked: tuple[list[list[int]], int],
+    repeats: int,
+    threads: int | None,
+    console: Console,
 ) -> tuple[Runs, dict[str, list[list[Run]]]]:
-    """Every stop on a world of its own: watched once, then timed `repeats` times in turn."""
+    """Every stop on a world of its size: watched once, then timed `repeats` times in turn. asked: prompts, new tokens."""
     # All on the same kind of device: a GPU each where there are enough for the largest world.
-    cuda = a_gpu_each(max(stop.ranks for stop in STOPS))
-    worlds: dict[str, Ranks] = {}
+    cuda = a_gpu_each(max(stop.ranks for stop in stops))
+    worlds: dict[int, Ranks] = {}
     watched: Runs = {}
-    timed: dict[str, list[list[Run]]] = {stop.name: [] for stop in STOPS}
+    timed: dict[str, list[list[Run]]] = {stop.name: [] for stop in stops}
     try:
-        for stop in STOPS:
+        for stop in stops:
             with console.status(f"{stop.name}: the model on {stop.ranks} rank(s)"):
-                worlds[stop.name] = Ranks(stop.ranks, cuda=cuda, threads=threads)
-                worlds[stop.name].run(_settle, name, dtype)
-                watched[stop.name] = worlds[stop.name].run(_visit, prompts, tokens, stop.technique, True)
+                if stop.ranks not in worlds:
+                    worlds[stop.ranks] = Ranks(stop.ranks, cuda=cuda, threads=threads)
+                    worlds[stop.ranks].run(_settle, *model)
+                watched[stop.name] = worlds[stop.ranks].run(_visit, *asked, stop.technique, True)
         for repeat in range(repeats):
-            for stop in STOPS:
+            for stop in stops:
                 with console.status(f"{stop.name}: run {repeat + 1} of {repeats}"):
-                    timed[stop.name].append(worlds[stop.name].run(_visit, prompts, tokens, stop.technique, False))
+                    timed[stop.name].append(worlds[stop.ranks].run(_visit, *asked, stop.technique, False))
     finally:
         for world in worlds.values():
             world.close()
@@ -199,7 +142,7 @@ def _show(results: list[Result], console: Console) -> None:
     console.print(table)
     notes = (
         "tokens/pass: a row's. calls: of collectives, a rank's. bytes: payload, all ranks'.",
-        "tokens/s: median of all runs. × plain: median over runs beside each other.",
+        "tokens/s: median of all runs. × plain: median over runs beside each other, of as many prompts at a time.",
     )
     for note in notes:
         console.print(note, style="dim", soft_wrap=True, highlight=False)

@@ -51,6 +51,7 @@ class Result:
     tokens_per_second: float
     ratio: float
     difference: str = ""
+    model: str = ""
 
 
 def judge(

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import minifer
+from minifer.drafters.drafter import Drafter, chains
 from minifer.model import weights
 from minifer.model.cache import Cache
 from minifer.model.checkpoints import SafetensorsFolder
@@ -124,6 +125,46 @@ class ScriptedModel:
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         return Cache([], rows, capacity)
+
+
+class Truthful(Drafter):
+    """Knows each row's continuation, and spoils it where `good(row, decided, depth)` says no. `calls` counts its proposals."""
+
+    def __init__(self, truth: list[list[int]], vocabulary: int, good: Callable[[int, int, int], bool] = lambda *_: True) -> None:
+        self.truth, self.vocabulary, self.good = truth, vocabulary, good
+        self.calls: list[list[int]] = []
+
+    def propose(self, batch: Any, output: Any, settled: Any, deepest: Any) -> torch.Tensor:
+        self.calls.append(list(deepest))
+        drafts = {}
+        for at in batch.active:
+            known = batch.row(at).new
+            following = self.truth[at][known : known + deepest[at]]
+            drafts[at] = [
+                token if self.good(at, known, depth) else (token + 1) % self.vocabulary for depth, token in enumerate(following)
+            ]
+        return chains(drafts, batch.rows, self.draft_length)
+
+
+class TruthfulTree(Truthful):
+    """The same, as trees: at each depth three siblings, of which one at most is right, under every node but the wrong ones' children."""
+
+    def nodes(self, draft_length: int) -> int:
+        return 3 * draft_length
+
+    def propose(self, batch: Any, output: Any, settled: Any, deepest: Any) -> torch.Tensor:
+        found = torch.full((batch.rows, 2, 3 * self.draft_length), -1)
+        for at in batch.active:
+            known, parent = batch.row(at).new, -1
+            for depth, token in enumerate(self.truth[at][known : known + deepest[at]]):
+                place = (at + known + depth) % 3  # of the right one
+                first = token if self.good(at, known, depth) else token + 5
+                for sibling in range(3):
+                    node = 3 * depth + sibling
+                    found[at, 0, node] = (first + (sibling - place) % 3) % self.vocabulary
+                    found[at, 1, node] = parent
+                parent = 3 * depth + place
+        return found
 
 
 class PieceTokenizer:

@@ -58,7 +58,11 @@ def test_spec_17_tree_mask_and_positions():
 def test_how_many_calls_a_pass_needs():
     assert len(calls(pass_of((0, 0, 5), (1, 0, 5), (2, 0, 5)), None)) == 1  # alike
     assert len(calls(pass_of((0, 4, 1), (1, 9, 1), (3, 2, 1)), None)) == 1  # one token each
-    assert len(calls(pass_of((0, 0, 5), (1, 0, 4)), None)) == 2  # ragged
+    assert len(calls(pass_of((0, 0, 5), (1, 0, 4)), None)) == 1  # ragged: the shorter one is filled up
+    assert len(calls(pass_of((0, 4, 5), (1, 9, 2), (3, 2, 4)), 3)) == 1
+    assert len(calls(pass_of((0, 3, 3), (1, 7, 2), parents=((-1, 0, 0), (-1, 0))), None)) == 1  # trees
+    assert len(calls(pass_of((0, 0, 500), (1, 0, 400)), None)) == 2  # prompts: nothing is gained by filling up
+    assert len(calls(pass_of((0, 0, 5), (1, 0, 4)), None, alone=True)) == 2  # training: keys of the pass itself
 
 
 def test_a_pass_checks_its_spans():

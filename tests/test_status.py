@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minifer import status, tour
+from minifer import status, stops
 from minifer.verdict import Result
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +21,8 @@ def test_the_readme_has_a_row_for_every_technique_and_they_lead_somewhere():
     held = text.split(status.BEGIN)[1].split(status.END)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in held.splitlines() if line.startswith("|")]
     assert "| " + " | ".join(rows[0]) + " |" == status.HEAD
-    assert [row[0] for row in rows[2:]] == [stop.name for stop in tour.STOPS]
-    for row, stop in zip(rows[2:], tour.STOPS):
+    assert [row[0] for row in rows[2:]] == [stop.name for stop in stops.STOPS]
+    for row, stop in zip(rows[2:], stops.STOPS):
         assert row[1] == f"[`{stop.module}`](minifer/{stop.module}.py)" and (ROOT / "minifer" / f"{stop.module}.py").is_file()
         lesson = ROOT / "lessons" / f"{stop.lesson}.ipynb"
         assert row[2] == (f"[{stop.lesson[:2]}](lessons/{stop.lesson}.ipynb)" if lesson.is_file() else "to come")
@@ -32,7 +32,7 @@ def test_the_readme_has_a_row_for_every_technique_and_they_lead_somewhere():
 def test_write(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(f"before\n{status.BEGIN}\nold\n{status.END}\nafter\n")
-    status.write([result(stop.name, exact=stop.ranks == 1) for stop in tour.STOPS], path, "tiny, float32")
+    status.write([result(stop.name, exact=stop.ranks == 1) for stop in stops.STOPS], path, "tiny, float32")
     text = path.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| 2 | yes | 1,234 | 100, 1.46 |" in text and "**no**" in text and "tiny, float32" in text

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from minifer import cli, tour, verdict
+from minifer import cli, stops, tour, verdict
 from minifer.batch import Completion
 
 
@@ -98,15 +98,14 @@ def test_perf_04_rates_of_replicas_add_up_and_those_of_one_model_do_not():
 
 def spoilt(model, prompts, tokens, watched):
     """Data parallelism that gets one token of one prompt wrong on rank 1."""
-    given = tour.replicas(model, prompts, tokens, watched)
+    given = stops.replicas(model, prompts, tokens, watched)
     if dist.get_rank() == 1:
         given.completions[-1].ids[-1] += 1
     return given
 
 
 def test_a_technique_that_differs_fails_the_command(monkeypatch, capsys, tmp_path):
-    stops = (tour.STOPS[0], tour.Stop("spoilt", 2, spoilt))
-    monkeypatch.setattr(tour, "STOPS", stops)
+    monkeypatch.setattr(stops, "STOPS", (stops.STOPS[0], stops.Stop("spoilt", 2, spoilt)))
     picture = tmp_path / "tour.png"
     assert cli.main(["tour", "--tokens", "4", "--prompts", "1", "--repeats", "1", "--picture", str(picture)]) == 1
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.with_stem("tour-dark").is_file()

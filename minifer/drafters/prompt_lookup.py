@@ -42,11 +42,11 @@ class PromptLookup(Drafter):
 
     def _look_up(self, at: int, tokens: list[int], length: int) -> list[int]:
         ends = self._ends.setdefault(at, {})
-        found = next((ends[gram] for gram in self._grams(tokens, len(tokens)) if gram in ends), None)
-        for end in range(self._seen.get(at, 0) + 1, len(tokens) + 1):
+        for end in range(self._seen.get(at, 0) + 1, len(tokens)):  # those whose successor is known
             for gram in self._grams(tokens, end):
                 ends[gram] = end
-        self._seen[at] = len(tokens)
+        self._seen[at] = len(tokens) - 1
+        found = next((ends[gram] for gram in self._grams(tokens, len(tokens)) if gram in ends), None)
         if found is None:
             return []
         drafted: list[int] = []

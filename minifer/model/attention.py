@@ -4,7 +4,7 @@ Two halves. *Visibility* is decided here from a pass's host integers, once a pas
 
     one token of a row             sees everything cached: no mask at all (a window only moves the first key)
     a prompt from position 0       sees what precedes it: SDPA's own causal flag
-    anything else                  an explicit mask: a second chunk, drafts to verify, a window, a tree
+    anything else                  an explicit mask: a second chunk, drafts to verify, a window, a tree, rows of unequal size
 
 The *sum* returns its log-sum-exp beside the result, so that parts computed over different keys, on different ranks, can be
 merged exactly: a part that sees nothing has log-sum-exp -inf and weighs nothing.
@@ -15,8 +15,9 @@ Letters: B batch of one call, Q queries, S keys, H query heads, K key/value head
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -30,6 +31,28 @@ class Visible:
 
     causal: bool = False
     mask: torch.Tensor | None = None
+
+    def grouped(self, group: int, device: torch.device) -> torch.Tensor | None:
+        """The mask as [B, 1, group * Q, S], each of a group's query heads its own rows. Made once, however many layers ask."""
+        if self.mask is None:
+            return None
+        key = (group, device)
+        if key not in self._made:
+            self._made[key] = self.mask.repeat(1, group, 1)[:, None].to(device, non_blocking=True)
+        return self._made[key]
+
+    def bias(self, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """The same as numbers to add to scores: 0 where a key is seen, -inf where it is not."""
+        mask, key = self.grouped(group, device), (group, device, dtype)
+        if mask is None:
+            return None
+        if key not in self._made:
+            self._made[key] = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[Any, torch.Tensor]:
+        return {}
 
     @cached_property
     def leaves_some_blind(self) -> bool:
@@ -99,34 +122,24 @@ def attention(
     """
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
-    mask = visible.mask
     if group > 1 and not visible.causal:
         # The query heads of a group read the same keys: seen as more queries of one head, the keys are read once.
         q = q.reshape(batch, k.shape[1], group * queries, q.shape[-1])
-        mask = None if mask is None else mask.repeat(1, group, 1)
     elif group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if mask is not None:
-        mask = mask.to(q.device, non_blocking=True)[:, None]  # [B, 1, Q, S]
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        out, lse = _flash_cpu(q, k, v, visible.causal, mask, scale)
+        # The kernel under `scaled_dot_product_attention` on the CPU, called by name because only so it hands out its lse.
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        bias = visible.bias(group, q.dtype, q.device)
+        out, lse = kernel(q, k, v, 0.0, visible.causal, attn_mask=bias, scale=scale)
     else:
-        out, lse = _plain(q, k, v, visible.causal, mask, scale)
-    if mask is not None and visible.leaves_some_blind:
+        out, lse = _plain(q, k, v, visible.causal, visible.grouped(group, q.device), scale)
+    if visible.leaves_some_blind:
+        mask = visible.grouped(group, q.device)
+        assert mask is not None
         blind = ~mask.any(-1)  # [B, 1, Q]
         out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
     return out.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
-
-
-def _flash_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel under `scaled_dot_product_attention` on the CPU, called by name because only so it hands out its lse."""
-    bias = None
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _plain(
@@ -146,7 +159,11 @@ def _plain(
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `attention` within a pass: `rows` rows of `count` tokens each, that stand in the pass from `at` on."""
+    """One call of `attention` within a pass: `rows` rows of `count` tokens each.
+
+    They stand in the pass from `at` on, or, where rows are of unequal size, at `tokens` [rows * count], the shorter ones
+    filled up with their last token; `real` [N] are the places of the call's result that are no filling.
+    """
 
     at: int
     rows: tuple[int, ...]
@@ -154,25 +171,61 @@ class Call:
     first: int  # keys from here ...
     end: int  # ... to here (of the longest row)
     visible: Visible
+    tokens: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+    def by_row(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, H, h] -> [B, H, Q, h]"""
+        here = x[self.at : self.at + len(self.rows) * self.count] if self.tokens is None else x[self.tokens.to(x.device)]
+        return here.unflatten(0, (len(self.rows), self.count)).transpose(1, 2)
+
+    def flat(self, out: torch.Tensor) -> torch.Tensor:
+        """[B, H, Q, h] -> [tokens of the call, H, h]"""
+        flat = out.transpose(1, 2).flatten(0, 1)
+        return flat if self.real is None else flat[self.real.to(out.device)]
 
 
-def calls(pass_: Pass, window: int | None) -> list[Call]:
-    """The fewest calls that serve a pass: one where all rows are alike or step by one token, else one a span."""
-    spans, seen = pass_.spans, views(pass_, window)
-    if len(spans) > 1 and pass_.parents is None:
-        rows, count = tuple(span.row for span in spans), spans[0].count
-        if all(span[1:] == spans[0][1:] for span in spans):
-            return [Call(0, rows, count, seen[0].first, spans[0].start + count, seen[0].visible)]
-        if all(span.count == 1 for span in spans):  # the one place that pads: shorter rows get masked keys
-            first, end = min(view.first for view in seen), max(span.start for span in spans) + 1
-            keys = torch.arange(first, end)
-            mask = keys <= torch.tensor([span.start for span in spans])[:, None]
-            mask &= keys >= torch.tensor([view.first for view in seen])[:, None]
-            return [Call(0, rows, 1, first, end, Visible(mask=mask[:, None]))]
+SHORT = 64  # tokens: rows up to here are filled up to one call; longer ones are prompts, where a call each does not matter
+
+
+def calls(pass_: Pass, window: int | None, alone: bool = False) -> list[Call]:
+    """The fewest calls that serve a pass: one where all rows are alike or short, else one a span. alone: without a cache."""
+    spans = pass_.spans
+    alike = pass_.parents is None and all(span[1:] == spans[0][1:] for span in spans)
+    if len(spans) > 1 and alike:
+        view = _view(spans[0], window)
+        rows, (_, start, count) = tuple(span.row for span in spans), spans[0]
+        return [Call(0, rows, count, view.first, start + count, view.visible)]
+    if len(spans) > 1 and not alone and max(span.count for span in spans) <= SHORT:
+        return [_padded(pass_, window)]
     return [
         Call(at, (span.row,), span.count, view.first, span.start + span.count, view.visible)
-        for at, span, view in zip(pass_.offsets, spans, seen)
+        for at, span, view in zip(pass_.offsets, spans, views(pass_, window))
     ]
+
+
+def _padded(pass_: Pass, window: int | None) -> Call:
+    """All rows in one call: those with fewer keys get masked ones, those with fewer tokens their last one again."""
+    rows, starts, counts = (torch.tensor(column) for column in zip(*pass_.spans))
+    count, end = int(counts.max()), int((starts + counts).max())
+    token = torch.minimum(torch.arange(count), counts[:, None] - 1)  # [B, Q], as a place in its span
+    if pass_.parents is None:
+        first = 0 if window is None else max(0, int(starts.min()) - window + 1)
+        keys, positions = torch.arange(first, end), (starts[:, None] + token)[..., None]  # [S], [B, Q, 1]
+        mask = keys <= positions
+        if window is not None:
+            mask &= keys > positions - window
+    else:
+        first, mask = 0, torch.zeros(len(pass_.spans), count, end, dtype=torch.bool)
+        for at, (span, view) in enumerate(zip(pass_.spans, views(pass_, window))):
+            seen = view.visible.mask
+            assert seen is not None and view.first == 0, "a tree's mask is over all of its row's keys"
+            mask[at, :, : span.start + span.count] = seen[0, token[at]]
+    whole = Call(0, tuple(rows.tolist()), count, first, end, Visible(mask=mask))
+    if int(counts.min()) == count:
+        return whole
+    tokens = (torch.tensor(pass_.offsets)[:, None] + token).flatten()
+    return replace(whole, tokens=tokens, real=(torch.arange(count) < counts[:, None]).flatten().nonzero()[:, 0])
 
 
 def attend(
@@ -193,18 +246,11 @@ def attend(
     if cache is not None:
         cache.append(layer, pass_, k, v)
     results = []
-    for call in pass_.once(("attention", window), lambda: calls(pass_, window)):
-        here = slice(call.at, call.at + len(call.rows) * call.count)
+    for call in pass_.once(("attention", window), lambda: calls(pass_, window, alone=cache is None)):
         if cache is None:
-            keys = _by_row(k[here], call)[:, :, call.first :]
-            values = _by_row(v[here], call)[:, :, call.first :]
+            keys, values = (call.by_row(x)[:, :, call.first :] for x in (k, v))
         else:
             keys, values = cache.read(layer, call.rows, call.first, call.end)
-        out, _ = attention(_by_row(q[here], call), keys, values, call.visible, scale)  # [B, H, Q, hv]
-        results.append(out.transpose(1, 2).flatten(0, 1))
+        out, _ = attention(call.by_row(q), keys, values, call.visible, scale)  # [B, H, Q, hv]
+        results.append(call.flat(out))
     return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def _by_row(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """[B * Q, H, h] -> [B, H, Q, h]"""
-    return x.unflatten(0, (len(call.rows), call.count)).transpose(1, 2)

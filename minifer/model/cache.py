@@ -22,6 +22,8 @@ import torch
 
 from .passes import Pass
 
+SHORT = 16  # tokens a row, on average: passes up to here are written in one step, longer ones row by row
+
 
 @dataclass
 class RowState:
@@ -98,10 +100,10 @@ class Cache:
 
     def append(self, layer: int, pass_: Pass, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write a layer's keys and values [N, K, h] of the pass that `begin` announced."""
-        if len(pass_.spans) > 1 and all(span.count == 1 for span in pass_.spans):
-            rows, starts = pass_.once("one token a row", lambda: _indices(pass_, k.device))
-            self.keys[layer][rows, :, starts] = k
-            self.values[layer][rows, :, starts] = v
+        if len(pass_.spans) > 1 and len(pass_.ids) <= SHORT * len(pass_.spans):
+            rows, slots = pass_.once("places in the cache", lambda: _places(pass_, k.device))
+            self.keys[layer][rows, :, slots] = k
+            self.values[layer][rows, :, slots] = v
             return
         for at, (row, start, count) in zip(pass_.offsets, pass_.spans):
             self.keys[layer][row, :, start : start + count] = k[at : at + count].transpose(0, 1)
@@ -144,6 +146,8 @@ class Cache:
         self.tokens[row] = self.tokens[row][:start] + [self._last_ids[row][slot] for slot in slots]
 
 
-def _indices(pass_: Pass, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, starts = [span.row for span in pass_.spans], [span.start for span in pass_.spans]
-    return torch.tensor(rows, device=device), torch.tensor(starts, device=device)
+def _places(pass_: Pass, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and slot of each token, [N] each."""
+    rows = [span.row for span in pass_.spans for _ in range(span.count)]
+    slots = [slot for span in pass_.spans for slot in range(span.start, span.start + span.count)]
+    return torch.tensor(rows, device=device), torch.tensor(slots, device=device)

@@ -1,0 +1,210 @@
+"""`minifer bench speculation`: what drafting is worth on real prompts, beside plain decoding and beside what theory predicts.
+
+Plain decoding and the drafters take turns on the same prompts. A gain is seconds a token after the first, plain's over the
+drafter's, the median over turns beside each other. Predicted is E / (c + v): E tokens a pass as counted, c the time to make a
+draft and v the time of a pass over it, both in plain steps; v is measured alone, pass by pass, on an idle cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import decode, drafters, mtp
+from .batch import Completion, Request
+from .contestants import transformers_generate
+from .draft import acceptance, tokens_per_pass
+from .model.load import data_folder, find, load
+from .model.passes import Pass, Span
+from .prompts import WORKLOADS, workload
+
+Prompts = list[list[int]]
+Decoder = Callable[[Prompts], list[Completion]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one drafter did on some prompts. seconds: a token after the first, of the plain run beside it and its own, each turn."""
+
+    drafter: str
+    draft_length: int
+    batch: int
+    what: str
+    tokens_per_pass: float
+    acceptance: list[float]
+    seconds: list[tuple[float, float]]
+    draft_cost: float
+    verify_cost: float
+
+    @property
+    def gain(self) -> float:
+        return statistics.median(plain / own for plain, own in self.seconds)
+
+    @property
+    def predicted(self) -> float:
+        return self.tokens_per_pass / (self.draft_cost + self.verify_cost)
+
+
+class Bench:
+    """A model, the prompts it is measured on, and what its passes cost."""
+
+    def __init__(self, name: str, dtype: torch.dtype | None, tokens: int, repeats: int) -> None:
+        self.model, self.tokenizer = load(name, dtype, "cpu")
+        self.tokens, self.repeats, self._pass_seconds = tokens, repeats, {}  # type: ignore[var-annotated]
+
+    def prompts(self, kinds: Sequence[str], each: int) -> Prompts:
+        """The first `each` of each workload."""
+        return [ids for kind in kinds for ids in workload(kind).ids(self.tokenizer)[:each]]
+
+    def compare(self, name: str, drafter: drafters.Drafter, length: int, prompts: Prompts, batch: int, what: str) -> Cell:
+        """The drafter and plain decoding in turns, `batch` prompts at a time."""
+
+        def plain(some: Prompts) -> list[Completion]:
+            return decode.generate(self.model, [Request(ids, self.tokens) for ids in some], tokenizer=self.tokenizer)
+
+        def speculating(some: Prompts) -> list[Completion]:
+            requests = [Request(ids, self.tokens) for ids in some]
+            return mtp.generate(self.model, requests, drafter, length, tokenizer=self.tokenizer)
+
+        groups = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
+        turns = []
+        for _ in range(self.repeats):
+            both = [[(seconds(decoder(group))) for decoder in (plain, speculating)] for group in groups]
+            turns.append((_per_token(both, 0), _per_token(both, 1)))
+        completions = [one for group in groups for one in speculating(group)]
+        rounds = [one for completion in completions for one in completion.rounds]
+        context = int(statistics.mean(len(ids) for ids in prompts) + self.tokens / 2)
+        step = self.pass_seconds(1, batch, context)
+        widths = [1 + one.drafted for one in rounds]
+        return Cell(
+            name, length, batch, what, tokens_per_pass(completions), acceptance(completions), turns,
+            draft_cost=statistics.mean(one.draft_seconds for one in rounds) / step,
+            verify_cost=statistics.mean(self.pass_seconds(width, batch, context) for width in widths) / step,
+        )  # fmt: skip
+
+    def pass_seconds(self, width: int, rows: int, context: int, repeats: int = 15) -> float:
+        """Median seconds of a pass over `width` tokens of each of some rows that hold `context` tokens, their logits included."""
+        key = (width, rows, context // 64)
+        if key not in self._pass_seconds:
+            cache, taken = self.model.new_cache(rows, context + width), []
+            ids = torch.arange(rows * width) % self.model.config.vocabulary
+            spans = tuple(Span(row, context, width) for row in range(rows))
+            cache.tokens = [[0] * context for _ in range(rows)]
+            with torch.inference_mode():
+                for _ in range(repeats):
+                    started = time.perf_counter()
+                    output = self.model(Pass(ids, spans, tuple(range(rows * width))), cache)
+                    output.logits.argmax(-1).tolist()
+                    taken.append(time.perf_counter() - started)
+            self._pass_seconds[key] = statistics.median(taken)
+        return self._pass_seconds[key]
+
+
+def seconds(completions: Sequence[Completion]) -> tuple[float, int]:
+    """Of completions that ran together: seconds from the first token to the last, and how many tokens a row came in them."""
+    span = max(one.seconds for one in completions) - max(one.ttft or 0.0 for one in completions)
+    return span, max(len(one.ids) for one in completions) - 1
+
+
+def _per_token(groups: Sequence[Sequence[tuple[float, int]]], which: int) -> float:
+    return sum(group[which][0] for group in groups) / max(1, sum(group[which][1] for group in groups))
+
+
+def bench_speculation(
+    name: str = "smollm2",
+    kinds: Sequence[str] | None = None,
+    lengths: Sequence[int] = range(1, 9),
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    tokens: int = 96,
+    repeats: int = 3,
+    each: int = 2,
+    dtype: torch.dtype | None = None,
+    console: Console | None = None,
+) -> list[Cell]:
+    """Each drafter by workload, by draft length and by batch; prints tables and returns their cells.
+
+    kinds: of drafters; None: those there are. each: prompts of each workload.
+    """
+    console = console or Console()
+    bench = Bench(name, dtype, tokens, repeats)
+    loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or drafters.available(name)}
+    mixed = bench.prompts(WORKLOADS, each)
+    jobs: list[tuple[str, str, int, Prompts, int]] = []
+    for kind, drafter in loaded.items():
+        jobs += [(kind, work, drafter.usual, bench.prompts([work], each), 1) for work in WORKLOADS]
+        jobs += [(kind, "length", length, mixed, 1) for length in lengths if _can(drafter, length)]
+        jobs += [(kind, "batch", drafter.usual, _many(bench, batch), batch) for batch in batches]
+    cells = []
+    bench.compare("warm-up", next(iter(loaded.values())), 1, mixed[:1], 1, "")
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("measuring", total=len(jobs))
+        for kind, what, length, prompts, batch in jobs:
+            progress.update(bar, description=f"{kind}: {what}, draft length {length}, batch {batch}")
+            cells.append(bench.compare(kind, loaded[kind], length, prompts, batch, what))
+            progress.advance(bar)
+    title = f"{name}, {str(bench.model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {tokens} tokens, greedy"
+    console.print(_table([cell for cell in cells if cell.what in WORKLOADS], f"by workload: {title}, batch 1", "workload"))
+    console.print(_table([cell for cell in cells if cell.what == "length"], "by draft length, all workloads, batch 1", "length"))
+    console.print(_table([cell for cell in cells if cell.what == "batch"], "by batch, all workloads", "batch"))
+    _beside_transformers(name, bench, mixed, console)
+    return cells
+
+
+def _can(drafter: drafters.Drafter, length: int) -> bool:
+    try:
+        drafter.check(length)
+    except ValueError:
+        return False
+    return True
+
+
+def _many(bench: Bench, batch: int) -> Prompts:
+    """Two batches, the workloads mixed in each, of prompts that are all different as long as there are enough."""
+    held = [workload(kind).ids(bench.tokenizer) for kind in WORKLOADS]
+    mixed = [ids for row in zip(*held) for ids in row]
+    return [mixed[at % len(mixed)] for at in range(max(2 * batch, 6))]
+
+
+def _table(cells: Sequence[Cell], title: str, what: str) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("drafter", what):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens\n/pass", "draft\ncost", "verify\ncost", "gain", "pre-\ndicted", "plain\ntokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("kept by depth", no_wrap=True)
+    for cell in cells:
+        label = {"workload": cell.what, "length": str(cell.draft_length), "batch": str(cell.batch)}[what]
+        plain = cell.batch / statistics.median(plain for plain, _ in cell.seconds)
+        numbers = (cell.tokens_per_pass, cell.draft_cost, cell.verify_cost, cell.gain, cell.predicted)
+        kept = " ".join(f"{share:.2f}".lstrip("0") for share in cell.acceptance)
+        table.add_row(cell.drafter, label, *(f"{number:.2f}" for number in numbers), f"{plain:.0f}", kept)
+    return table
+
+
+def _beside_transformers(name: str, bench: Bench, prompts: Prompts, console: Console) -> None:
+    """transformers' own speculation on the same prompts, against its own plain generate, where it is installed."""
+    place, dtype = find(name), bench.model.dtype
+    plain = transformers_generate(place, dtype)
+    if plain is None:
+        return
+    others = {"prompt lookup": transformers_generate(place, dtype, prompt_lookup_num_tokens=4)}
+    assistant = data_folder() / name / "draft_model"
+    if assistant.is_dir():
+        others["assisted generation"] = transformers_generate(place, dtype, assistant)
+    table = Table(title="transformers, against its own generate", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("", "gain", "tokens/s"):
+        table.add_column(column)
+    for what, contestant in others.items():
+        assert contestant is not None
+        pairs = [(plain([ids], bench.tokens), contestant([ids], bench.tokens)) for ids in prompts]
+        own, theirs = (sum(column) for column in zip(*pairs))
+        table.add_row(what, f"{own / theirs:.2f}", f"{len(pairs) / theirs:.0f}")
+    console.print(table)

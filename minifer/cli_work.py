@@ -1,0 +1,113 @@
+"""The commands that measure and train: `minifer bench` and `minifer train`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+MODEL_HELP = (
+    'a bundled name ("tiny"), "smollm2" (fetched once, 98 MB), a Hugging Face folder, a .gguf file, or a hub name (owner/name)'
+)
+
+
+def bench_command(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure on this machine. Contestants take turns; figures are medians with their spread."
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    decoding = kinds.add_parser("decode", help="plain decoding, beside transformers, llama.cpp and the bound")
+    decoding.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+    decoding.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    decoding.add_argument("--threads", type=positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
+    decoding.add_argument("--tokens", type=positive, default=128, metavar="N", help="new tokens a prompt (default: 128)")
+    decoding.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each contestant (default: 5)")
+    decoding.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    decoding.set_defaults(run=_run_bench_decode)
+    speculating = kinds.add_parser("speculation", help="each drafter beside plain decoding: by workload, draft length and batch")
+    speculating.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+    speculating.add_argument("--drafters", nargs="+", metavar="KIND", help="default: all that are bundled for the model")
+    speculating.add_argument("--lengths", type=positive, nargs="+", default=range(1, 9), metavar="N", help="default: 1 to 8")
+    speculating.add_argument(
+        "--batches", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N", help="default: 1 to 32"
+    )
+    speculating.add_argument("--tokens", type=positive, default=96, metavar="N", help="new tokens a prompt (default: 96)")
+    speculating.add_argument("--prompts", type=positive, default=2, metavar="N", help="of each workload, 1-12 (default: 2)")
+    speculating.add_argument("--repeats", type=positive, default=3, metavar="N", help="turns of each (default: 3)")
+    speculating.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    speculating.set_defaults(run=_run_bench_speculation)
+    launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
+    launching.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
+    launching.set_defaults(run=_run_bench_launch)
+
+
+def _run_bench_decode(options: argparse.Namespace) -> int:
+    from .bench import bench_decode
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    bench_decode(options.model, options.batches, options.threads, options.tokens, options.repeats, dtype)
+    return 0
+
+
+def _run_bench_speculation(options: argparse.Namespace) -> int:
+    from .bench_speculation import bench_speculation
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    sizes = {"tokens": options.tokens, "repeats": options.repeats, "each": options.prompts}
+    bench_speculation(options.model, options.drafters, options.lengths, options.batches, dtype=dtype, **sizes)
+    return 0
+
+
+def _run_bench_launch(options: argparse.Namespace) -> int:
+    from .bench import bench_launch
+
+    bench_launch(options.ranks)
+    return 0
+
+
+def train_command(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train what comes with minifer. Runs show their progress, and go on where they were stopped."
+    kinds = parser.add_subparsers(title="what to train", metavar="KIND", required=True)
+    tiny = kinds.add_parser("tiny", help="the bundled model, on this machine's Python standard library: about an hour on two cores")
+    small = kinds.add_parser("drafters", help="a drafter for a model, on what that model itself says: some minutes for tiny")
+    small.add_argument("--model", default="tiny", help=f"the target (default: tiny); {MODEL_HELP}")
+    small.add_argument("--kind", choices=("draft_model", "medusa"), required=True, help="a smaller model, or heads on the target")
+    small.add_argument("--texts", type=positive, metavar="N", help="prompts that the target answers (default: 9000)")
+    for one in (tiny, small):
+        one.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes (default: below ./trained)")
+        one.add_argument("--work", type=Path, metavar="FOLDER", help="where data and checkpoints stay (default: beside it)")
+        one.add_argument("--steps", type=positive, metavar="N", help="another number of steps than the recipe's, to try it out")
+    tiny.set_defaults(run=_run_train)
+    small.set_defaults(run=_run_train_drafters)
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    from .training.pretrain import Recipe, train
+
+    out = options.out or Path("trained") / "tiny"
+    work = options.work or out.with_name(out.name + "-work")
+    report = train(out, work, Recipe(steps=options.steps) if options.steps else Recipe())
+    scores = ", ".join(f"{name} {score}" for name, score in report["held_out_bits_per_byte"].items())
+    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; bits per byte on files never seen: {scores}")
+    return 0
+
+
+def _run_train_drafters(options: argparse.Namespace) -> int:
+    from .training.distill import Recipe, train
+
+    name = Path(options.model).name
+    out = options.out or Path("trained") / f"{name}-{options.kind}"
+    work = options.work or Path("trained") / f"{name}-drafters-work"
+    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
+    report = train(Recipe(options.model, options.kind, **asked), out, work)
+    print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
+    for kind, found in report["workloads"].items():
+        print(f"  {kind:14} {found['tokens_per_pass']:.2f}   kept by depth: {', '.join(map(str, found['acceptance_by_depth']))}")
+    return 0
+
+
+def positive(text: str) -> int:
+    """A number of something, of one at least."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)

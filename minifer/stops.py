@@ -1,0 +1,159 @@
+"""The stops of the tour: each technique as a function that every rank of a world runs, and watched from beside its loop.
+
+Plain decoding is one too, on a world of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from . import data_parallel, decode, drafters, mtp
+from .batch import Batch, Completion
+from .model.passes import Output, Pass
+from .model.transformer import Transformer
+from .verdict import Run
+
+Technique = Callable[[Transformer, list[list[int]], int, bool], Run]  # (model, prompts, new tokens, watched?)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A stop of the tour: how a technique is called, on how many ranks, what each rank runs, and where to read about it.
+
+    drafter: the kind that it needs; models for which there is none are not taken there. baseline: the stop whose speed its own
+    is held against.
+    """
+
+    name: str
+    ranks: int
+    technique: Technique
+    module: str = ""
+    lesson: str = ""
+    drafter: str = ""
+    baseline: str = "autoregressive decode"
+
+
+def plain(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    """decode.generate"""
+    run = Run([])
+    run.completions = _generate(model, prompts, tokens, run if watched else None, range(len(prompts)))
+    return run
+
+
+def speculative(kind: str) -> Technique:
+    """mtp.generate with the model's bundled drafter of this kind."""
+
+    def technique(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+        if kind not in _drafters:
+            _drafters[kind] = drafters.load(kind, model)
+        batch, loop, cache = mtp.start(model, prompts, _drafters[kind], max_new_tokens=tokens)
+        run = Run([])
+        run.completions = decode.run(model, _watch(batch, loop, run, range(len(prompts))) if watched else loop, cache)
+        return run
+
+    return technique
+
+
+def one_at_a_time(technique: Technique) -> Technique:
+    """The same, prompt after prompt: batch 1, where a single user waits and where speculation is made for."""
+
+    def alone(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+        run, before = Run([]), 0.0
+        for number, prompt in enumerate(prompts):
+            part = technique(model, [prompt], tokens, watched)
+            run.completions += [replace(one, seconds=before + one.seconds) for one in part.completions]
+            run.row_passes += part.row_passes
+            run.margins.update((number, gaps) for gaps in part.margins.values())
+            before += part.seconds
+        return run
+
+    return alone
+
+
+_drafters: dict[str, drafters.Drafter] = {}  # in a rank: those that were loaded
+
+
+def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    """data_parallel.generate over all ranks"""
+    group, run = dist.group.WORLD, Run([])
+    assert group is not None
+    mine = data_parallel.deal(range(len(prompts)), group.size(), group.rank())
+
+    def serve(model: Transformer, share: list[list[int]], max_new_tokens: int) -> list[Completion]:
+        return _generate(model, share, max_new_tokens, run if watched else None, mine)
+
+    run.completions = data_parallel.generate(model, prompts, group, serve, max_new_tokens=tokens)
+    return run
+
+
+ALONE = "decode, one at a time"
+DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), "02_speculative_decoding")  # {kind: its lesson}
+STOPS = (
+    Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
+    Stop(ALONE, 1, one_at_a_time(plain), "decode", "01_autoregressive_decode", baseline=ALONE),
+    *(
+        Stop(f"speculation: {kind.replace('_', ' ')}", 1, one_at_a_time(speculative(kind)), "mtp", lesson, kind, ALONE)
+        for kind, lesson in DRAFTERS.items()
+    ),
+    Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
+)
+
+
+def stops_for(name: str) -> tuple[Stop, ...]:
+    """Those that the model of this name can be taken to."""
+    there = drafters.available(name)
+    return tuple(stop for stop in STOPS if not stop.drafter or stop.drafter in there)
+
+
+def _generate(
+    model: Transformer, prompts: Sequence[Sequence[int]], tokens: int, run: Run | None, numbers: Sequence[int]
+) -> list[Completion]:
+    """decode.generate; where a run is given, it is told of passes and margins. numbers: of these prompts in the whole tour."""
+    if run is None:
+        return decode.generate(model, prompts, tokens)
+    batch = decode.start(model, prompts, tokens)
+    return decode.run(model, _watch(batch, decode.steps(batch), run, numbers), decode.new_cache(model, batch))
+
+
+def _watch(batch: Batch, loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Steps:
+    """The same loop, seen by who stands beside it: how many rows each pass had, and how sure the target was of each token."""
+    pass_ = next(loop)
+    while True:
+        known = {span.row: len(batch.row(span.row).tokens) for span in pass_.spans}
+        output = yield pass_
+        gaps = output.logits.topk(2).values.diff(dim=-1).neg()[:, 0].tolist()
+        ended, following = _sent(loop, output)
+        run.row_passes += len(pass_.spans)
+        for span, kept in zip(pass_.spans, _kept(batch, pass_, known)):  # by now the rows hold what the pass decided
+            run.margins.setdefault(numbers[span.row], []).extend(gaps[place] for place in kept)
+        if ended:
+            return following
+        pass_ = following
+
+
+def _sent(loop: decode.Steps, output: Output) -> tuple[bool, Any]:
+    """(False, the loop's next pass) or (True, what it returned)."""
+    try:
+        return False, loop.send(output)
+    except StopIteration as end:
+        return True, end.value
+
+
+def _kept(batch: Batch, pass_: Pass, known: dict[int, int]) -> list[list[int]]:
+    """Of each span the wanted places whose successors are in the row now. known: {row: tokens that it had before}."""
+    wanted = {token: place for place, token in enumerate(pass_.wanted)}
+    found = []
+    for number, (span, offset) in enumerate(zip(pass_.spans, pass_.offsets)):
+        text, start = batch.row(span.row).tokens, known[span.row]
+        parents = range(-1, span.count - 1) if pass_.parents is None else pass_.parents[number]
+        node = start - span.start - 1  # the last token that was known before, as a place in the span
+        places = [wanted[offset + node]]
+        for token in text[start:-1]:
+            node = next(child for child, parent in enumerate(parents) if parent == node and pass_.ids[offset + child] == token)
+            places.append(wanted[offset + node])
+        found.append(places)
+    return found
