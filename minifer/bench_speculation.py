@@ -24,6 +24,7 @@ from .contestants import transformers_generate
 from .draft import acceptance, tokens_per_pass
 from .model.load import data_folder, find, load
 from .model.passes import Pass, Span
+from .pace import Adaptive
 from .prompts import WORKLOADS, workload
 
 Prompts = list[list[int]]
@@ -35,7 +36,7 @@ class Cell:
     """What one drafter did on some prompts. seconds: a token after the first, of the plain run beside it and its own, each turn."""
 
     drafter: str
-    draft_length: int
+    draft_length: int | Adaptive
     batch: int
     what: str
     tokens_per_pass: float
@@ -64,7 +65,9 @@ class Bench:
         """The first `each` of each workload."""
         return [ids for kind in kinds for ids in workload(kind).ids(self.tokenizer)[:each]]
 
-    def compare(self, name: str, drafter: drafters.Drafter, length: int, prompts: Prompts, batch: int, what: str) -> Cell:
+    def compare(
+        self, name: str, drafter: drafters.Drafter, length: int | Adaptive, prompts: Prompts, batch: int, what: str
+    ) -> Cell:
         """The drafter and plain decoding in turns, `batch` prompts at a time."""
 
         def plain(some: Prompts) -> list[Completion]:

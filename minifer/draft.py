@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from .model.passes import depths
-
-if TYPE_CHECKING:
-    from .batch import Completion
 
 
 @dataclass(frozen=True)
@@ -113,13 +110,20 @@ class Round(NamedTuple):
     verify_seconds: float
 
 
-def tokens_per_pass(completions: Sequence[Completion]) -> float:
+class HasRounds(Protocol):
+    """What a Completion is here."""
+
+    @property
+    def rounds(self) -> tuple[Round, ...]: ...
+
+
+def tokens_per_pass(completions: Sequence[HasRounds]) -> float:
     """Mean tokens that a pass after the prompt's added to a row: the acceptance length. 1 without any round."""
     rounds = [one for completion in completions for one in completion.rounds]
     return sum(one.tokens for one in rounds) / len(rounds) if rounds else 1.0
 
 
-def acceptance(completions: Sequence[Completion]) -> list[float]:
+def acceptance(completions: Sequence[HasRounds]) -> list[float]:
     """[i]: of the rounds in which a token at depth i + 1 was judged, the share that kept all drafted tokens up to it."""
     rounds = [one for completion in completions for one in completion.rounds]
     found = []

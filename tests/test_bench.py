@@ -8,7 +8,9 @@ import pytest
 import torch
 from helpers import ScriptedModel, in_three_tries, plain_model
 
-from minifer import bench
+from minifer import bench, bench_speculation
+from minifer.batch import Completion
+from minifer.drafters import PromptLookup
 from minifer.model.tokenizer import Tokenizer
 from minifer.training.corpus import train_tokenizer
 
@@ -68,3 +70,40 @@ def test_transformers_is_measured_on_the_same_folder(checkpoint):
 def test_one_token_has_no_rate():
     with pytest.raises(ValueError, match="two tokens at least"):
         bench.bench_decode("tiny", tokens=1)
+
+
+# Speculation.
+
+
+def test_cells_hold_gain_and_prediction_against_plain(monkeypatch):
+    held = bench_speculation.Bench("tiny", torch.float32, tokens=24, repeats=2)
+    cell = held.compare("prompt_lookup", PromptLookup(), 3, held.prompts(["code", "structured"], 1), 1, "x")
+    assert len(cell.seconds) == 2 and cell.gain > 0 and 1 <= cell.tokens_per_pass <= 4
+    assert cell.predicted == pytest.approx(cell.tokens_per_pass / (cell.draft_cost + cell.verify_cost))
+    assert all(0 <= share <= 1 for share in cell.acceptance)
+
+
+def test_seconds_a_token_count_what_came_after_the_first():
+    two = [Completion([1, 2, 3], None, "length", 1, 0.5, 0.1, 1.5), Completion([1, 2], None, "length", 1, 0.7, 0.1, 1.0)]
+    assert bench_speculation.seconds(two) == (pytest.approx(0.8), 2)
+
+
+def test_the_gain_of_a_scripted_model_is_what_its_times_say():
+    """A pass takes 4 ms whatever its width, drafting nothing, and all drafts are kept: 4 tokens a pass are 4 times as fast."""
+
+    def check():
+        held = object.__new__(bench_speculation.Bench)
+        held.model, held.tokenizer, held.tokens, held.repeats = ScriptedModel({0: 0}, 16, 256, decode=0.004), None, 61, 2
+        held.pass_seconds = lambda *_: 0.004
+        cell = held.compare("lookup", PromptLookup(), 3, [[0] * 8], 1, "x")
+        assert cell.tokens_per_pass == 4 and cell.gain == pytest.approx(4, rel=0.15) and cell.predicted == pytest.approx(4, rel=0.1)
+
+    in_three_tries(check)
+
+
+def test_the_whole_bench_of_speculation(capsys):
+    few = {"lengths": [2, 9], "batches": [2], "tokens": 8, "repeats": 1, "each": 1}
+    cells = bench_speculation.bench_speculation("tiny", None, **few)
+    assert len(cells) == 3 * 7 + 2 + 2 + 1  # by workload and batch; 9 is more than Medusa's heads can
+    out = capsys.readouterr().out
+    assert "by workload: tiny" in out and "assisted generation" in out

@@ -18,6 +18,15 @@ def test_generate_streams_what_generate_returns(capsys):
     assert "12 tokens" in err and "tokens/s" in err
 
 
+def test_generate_with_a_drafter_says_the_same(capsys):
+    outs = []
+    for more in ([], ["--drafter", "prompt_lookup"], ["--drafter", "draft_model", "--draft-length", "3"]):
+        assert cli.main(["generate", "tiny", "class Stack:", "-n", "40", "--dtype", "float32", *more]) == 0
+        outs.append(capsys.readouterr())
+    assert outs[0].out == outs[1].out == outs[2].out
+    assert "40 tokens in 40 passes" in outs[0].err and "40 tokens in 40" not in outs[2].err
+
+
 def test_generate_from_standard_input_with_a_seed_and_a_stop(capsys, monkeypatch):
     outs = []
     for _ in range(2):
@@ -40,6 +49,9 @@ def test_generate_from_standard_input_with_a_seed_and_a_stop(capsys, monkeypatch
         (["generate", "tiny", ""], "empty"),
         (["generate", "tiny", "x", "-n", "-3"], "max_new_tokens must be >= 0"),
         (["generate", "tiny", "x", "--stop", ""], "empty stop string"),
+        (["generate", "tiny", "x", "--draft-length", "3"], "--draft-length goes with --drafter"),
+        (["generate", "tiny", "x", "--drafter", "oracle"], "no drafter 'oracle'"),
+        (["generate", "tiny", "x", "--drafter", "medusa", "--draft-length", "4"], "draft_length 4 is more than the 3 heads"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
@@ -48,7 +60,9 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert out == "" and message in err and err.startswith("minifer: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [[], ["tour"], ["generate"], ["train"]])
+@pytest.mark.parametrize(
+    "command", [[], ["tour"], ["generate"], ["train"], ["train", "drafters"], ["bench"], ["bench", "speculation"]]
+)
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([*command, "--help"])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import minifer
 from minifer import cli, stops, tour, verdict
 from minifer.batch import Completion
 
@@ -24,11 +25,12 @@ def seen():
 
 def test_every_technique_is_exact_and_measured(seen):
     results, _ = seen
-    assert [(result.name, result.ranks) for result in results] == [("autoregressive decode", 1), ("data parallelism", 2)]
+    assert [result.name for result in results] == [stop.name for stop in stops.STOPS]  # tiny has a drafter of each kind
     for result in results:
-        assert result.exact and result.difference == ""
-        assert result.tokens_per_pass == pytest.approx(1.0) and result.tokens_per_second > 0
-    plain, replicas = results
+        assert result.exact and result.difference == "" and result.tokens_per_second > 0
+        speculates = result.name.startswith("speculation")
+        assert result.tokens_per_pass > 1.05 if speculates else result.tokens_per_pass == pytest.approx(1.0), result.name
+    plain, replicas = results[0], results[-1]
     assert (plain.collectives, plain.payload_bytes, plain.ratio) == (0, 0, 1)
     assert replicas.collectives == pytest.approx(2 / 48) and replicas.payload_bytes > 0  # two gathers, 6 prompts of 8 tokens
 
@@ -37,7 +39,31 @@ def test_the_table_fits_a_terminal(seen):
     text = seen[1]
     table = text[text.index("every technique") : text.index("tokens/pass:")]
     assert "…" not in table and all(len(line) <= 80 for line in table.splitlines())
-    assert "autoregressive decode" in text and text.count("yes") == 2 and "def moving_average" in text
+    assert "autoregressive decode" in text and text.count("yes") == len(stops.STOPS) and "def moving_average" in text
+
+
+def test_margins_are_those_of_the_kept_tokens():
+    """Plain decoding and speculation, watched, tell of each token of each prompt how sure the target was of it."""
+    model, tokenizer = minifer.load("tiny", torch.float32)
+    prompts = [tokenizer.encode(text) for text in ("class Stack:", "import os", "def f(x):\n    return x")]
+    plain = stops.plain(model, prompts, 20, True)
+    for kind in ("prompt_lookup", "draft_model", "medusa"):
+        for technique in (stops.speculative(kind), stops.one_at_a_time(stops.speculative(kind))):
+            seen = technique(model, prompts, 20, True)
+            assert seen.row_passes < plain.row_passes == 60
+            for number in range(3):
+                assert seen.margins[number] == pytest.approx(plain.margins[number], abs=1e-3)
+
+
+def test_one_at_a_time_adds_up_its_times():
+    taken = iter((1.0, 2.0, 4.0))
+
+    def slow(model, prompts, tokens, watched):
+        assert len(prompts) == 1
+        return verdict.Run([dataclasses.replace(completion(1), seconds=next(taken))], 1, {0: [9.0]})
+
+    run = stops.one_at_a_time(slow)(None, [[1], [2], [3]], 1, True)
+    assert run.seconds == 7.0 and run.row_passes == 3 and run.margins == {0: [9.0], 1: [9.0], 2: [9.0]}
 
 
 def completion(*ids: int) -> Completion:

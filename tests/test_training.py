@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import minifer
-from minifer.training import corpus, pretrain, run
+from minifer import drafters
+from minifer.prompts import WORKLOADS, workload
+from minifer.training import corpus, distill, pretrain, run, templates
+from minifer.training.answers import Answer, batch_of
 
 SMALL = pretrain.Recipe(
     vocabulary=400, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, inner=64, context=128, steps=24, tokens_per_step=256,
@@ -76,3 +80,72 @@ def test_every_byte_has_a_token():
     text = "".join(map(chr, range(1, 300))) + "日本 👍"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id(corpus.END_OF_TEXT) == 0
+
+
+# Drafters.
+
+
+def small_recipe(kind: str, **more) -> distill.Recipe:
+    return distill.Recipe(
+        "tiny", kind, texts=70, tokens=12, steps=40, tokens_per_step=256, longest=64, width=32, inner=48, nodes=5, **more
+    )
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+def test_a_drafter_is_trained_and_loads(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        distill, "measure", lambda target, tokenizer, folder: {"code": drafters.load(folder, target, tokenizer).usual}
+    )
+    report = distill.train(small_recipe(kind), tmp_path / "out", tmp_path / "work", checkpoint_every=20)
+    assert report["workloads"] == {"code": 4 if kind == "draft_model" else 3} and report["answer_tokens"] > 500
+    log = [json.loads(line) for line in (tmp_path / "work" / kind / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["recipe"]["kind"] == kind
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("answers-*")}
+    assert distill.train(small_recipe(kind), tmp_path / "out", tmp_path / "work")["minutes"] == report["minutes"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("answers-*")} == before  # read, not made again
+    with pytest.raises(ValueError, match="another recipe"):
+        distill.train(small_recipe(kind, seed=1), tmp_path / "out", tmp_path / "work")
+
+
+def test_heads_are_trained_towards_what_comes_so_many_tokens_later(checkpoint):
+    """A target that always says the next number: head i's goal at a place is the number i further on."""
+    answers = [Answer([1, 2, 3, 4, 5, 6, 7], 2), Answer([3, 4, 5, 6], 1)]
+    target = minifer.load("tiny", torch.float32)[0]
+    student = distill.MedusaHeads(replace(small_recipe("medusa"), heads=2), target)
+    lesson = distill.read(target, answers)
+    assert lesson.sizes == (6, 4) and lesson.pass_.wanted == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    lesson = replace(lesson, logits=torch.nn.functional.one_hot(torch.tensor([3, 4, 5, 6, 7, 8, 4, 5, 6, 7]), 4096) * 50.0)
+    goals = {ahead: wanted.argmax(-1).tolist() for ahead, _, wanted in student._pairs(lesson)}
+    assert goals == {1: [4, 5, 6, 7, 8, 5, 6, 7], 2: [5, 6, 7, 8, 6, 7]}
+    first = next(guess for ahead, guess, _ in student._pairs(lesson))
+    own = lesson.hidden[[0, 1, 2, 3, 4, 6, 7, 8]]
+    assert torch.allclose(first, target.logits(own), atol=1e-3)  # each head begins as the target's own
+
+
+def test_prompts_to_train_on_are_many_and_not_the_measured_ones():
+    pairs = templates.compose_all(3000, 0)
+    assert len({prompt for _, prompt in pairs}) == 3000 and {kind for kind, _ in pairs} == set(WORKLOADS)
+    assert pairs == templates.compose_all(3000, 0) and pairs != templates.compose_all(3000, 1)
+    assert not [prompt for _, prompt in pairs if prompt != prompt.rstrip() or "{verb}" in prompt]
+    measured = [prompt for kind in WORKLOADS for prompt in workload(kind).prompts]
+
+    def runs(text: str, words: int = 5) -> set[tuple[str, ...]]:
+        found = re.findall(r"\w+", text.lower())
+        return {tuple(found[at : at + words]) for at in range(len(found) - words + 1)}
+
+    seen = set().union(*(runs(prompt) for _, prompt in pairs))
+    shared = {run for prompt in measured for run in runs(prompt) & seen}
+    # What is left are turns of phrase of the genre, no subjects.
+    assert shared <= {
+        ("write", "a", "short", "story", "about"), ("a", "short", "story", "about", "a"),
+        ("write", "the", "beginning", "of", "a"), ("the", "beginning", "of", "a", "story"),
+    }, shared  # fmt: skip
+
+
+def test_a_batch_of_answers_depends_on_its_step_alone():
+    answers = [Answer(list(range(size)), 3) for size in range(2, 60)]
+    one = batch_of(answers, 200, 32, seed=0, step=5)
+    assert one == batch_of(answers, 200, 32, seed=0, step=5) != batch_of(answers, 200, 32, seed=0, step=6)
+    assert sum(len(answer.ids) for answer in one) >= 200 and max(len(answer.ids) for answer in one) <= 32
+    assert all(answer.prompt < len(answer.ids) - 1 for answer in one)

@@ -88,3 +88,27 @@ def test_play_without_a_kernel_is_the_last_picture():
     drawn = []
     shown = viz.play(lambda step: drawn.append(step) or viz.matrix(torch.eye(2)), 5)
     assert drawn == [4] and shown._repr_png_()
+
+
+def test_overlap_shows_what_is_kept_and_what_is_left():
+    figure = viz.overlap(torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5]), ["a", "b", "c"])
+    both, rest = figure.axes
+    assert [bar.get_height() for bar in rest.patches] == pytest.approx([1, 0, 0])
+    assert [bar.get_height() for bar in both.patches[6:]] == pytest.approx([0.2, 0.3, 0.2])
+    assert any("0.70" in text.get_text() for text in figure.legends[0].get_texts())
+
+
+def test_written_text_is_marked_and_whole():
+    text = viz.Written([("def ", "target"), ("f(x<1)", "drafter"), (":", "target")])
+    assert repr(text) == "def [f(x<1)]:"
+    shown = text._repr_html_()
+    assert "f(x&lt;1)" in shown and "target: 2 tokens" in shown and shown.count("underline") == 2  # the legend and the token
+
+
+def test_a_draft_tree_has_a_box_a_node():
+    figure = viz.draft_tree(["a", "b", "c"], [-1, -1, 0], kept=[0], root="r", title="t")
+    [axes] = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["c", "a", "b", "r"]
+    places = {text.get_text(): text.get_position() for text in axes.texts}
+    assert places["c"][0] == 2 and places["a"][0] == places["b"][0] == 1 and places["a"][1] != places["b"][1]
+    assert to_hex(axes.texts[1].get_bbox_patch().get_facecolor()).upper() == viz.SERIES[0]

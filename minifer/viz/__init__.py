@@ -2,11 +2,12 @@
 
 from .map import technique_map
 from .pictures import cache_growth, matrix, roofline, visibility
+from .speculation import Written, draft_tree, overlap
 from .style import ACTIVITY, SERIES, picture, style
 from .timeline import bytes_table, perfetto, timeline, timelines
 from .widgets import play
 
 __all__ = [
-    "ACTIVITY", "SERIES", "bytes_table", "cache_growth", "matrix", "perfetto", "picture", "play", "roofline", "style",
-    "technique_map", "timeline", "timelines", "visibility",
+    "ACTIVITY", "SERIES", "Written", "bytes_table", "cache_growth", "draft_tree", "matrix", "overlap", "perfetto", "picture",
+    "play", "roofline", "style", "technique_map", "timeline", "timelines", "visibility",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ STATIONS = (
 # technique: (the stations at which it changes something, whether minifer has it yet)
 TECHNIQUES: dict[str, tuple[tuple[int, ...], bool]] = {
     "autoregressive decode": ((1, 2, 5, 8), True),
-    "speculative decoding": ((2, 5, 8), False),
+    "speculative decoding": ((2, 5, 8), True),
     "multi-token prediction": ((2, 5, 8), False),
     "tensor, sequence parallelism": ((3, 4, 5, 6, 7), False),
     "data parallelism": ((0,), True),
