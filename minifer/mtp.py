@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,14 +59,16 @@ def steps(batch: Batch, drafter: Drafter, draft_length: int | Adaptive | None = 
         output = yield batch.extend(draft, drafter.reads)
         times = (drafting, time.perf_counter() - started)
         # The times of the rank that decides travel with the decision, so that all ranks go on from the same ones.
-        verdict = output.decide(lambda o: verify(batch, o, draft, drafter.q, rule, times, width), batch.rows + 1, width)  # noqa: B023
+        decision = partial(verify, batch, draft=draft, q=drafter.q, rule=rule, times=times, width=width)
+        verdict = output.decide(decision, batch.rows + 1, width)
         settled = settle(batch, draft, verdict[:-1])
         took = take(batch, draft, settled, verdict)
         started = time.perf_counter()
         deepest = pace.lengths(batch, took)
         draft = Draft.nothing(batch.rows)
         if any(row.left > 1 for row in batch.going) and pace.longest:
-            proposed = output.decide(lambda o: drafter.propose(batch, o, settled, deepest), batch.rows, 2, nodes)  # noqa: B023
+            proposal = partial(drafter.propose, batch, settled=settled, deepest=deepest)
+            proposed = output.decide(proposal, batch.rows, 2, nodes)
             draft = Draft.of(proposed, deepest, batch.room())
         drafting = time.perf_counter() - started
     return batch.completions()

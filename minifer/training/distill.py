@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from ..batch import Request
 from ..draft import acceptance, tokens_per_pass
 from ..drafters.medusa import Heads, grow
 from ..model import weights
-from ..model.config import to_dict
+from ..model.config import Config, to_dict
 from ..model.linear import Linear
 from ..model.load import load
 from ..model.passes import Pass, Span
+from ..model.rotary import Rope
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Head, Transformer
 from ..prompts import WORKLOADS, workload
@@ -143,14 +144,27 @@ def towards(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class SmallModel(Student):
-    """A student that is a transformer of its own, with the target's vocabulary, head width and rotary turns."""
+    """A student that is a transformer of its own, with the target's vocabulary and head width."""
 
     def __init__(self, recipe: Recipe, target: Transformer) -> None:
         c = target.config
         heads = max(1, recipe.width // c.head_dim)
-        sizes: dict[str, Any] = {"width": recipe.width, "inner": recipe.inner, "heads": heads, "kv_heads": max(1, heads // 2)}
-        windows = (None,) * recipe.layers
-        self.module = Transformer(replace(c, family="llama", tied=True, layers=recipe.layers, windows=windows, **sizes))
+        config = Config(
+            family="llama",
+            layers=recipe.layers,
+            width=recipe.width,
+            heads=heads,
+            kv_heads=max(1, heads // 2),
+            head_dim=c.head_dim,
+            inner=recipe.inner,
+            vocabulary=c.vocabulary,
+            context=c.context,
+            rope=Rope(10000.0),
+            norm_eps=c.norm_eps,
+            tied=True,
+            end_ids=c.end_ids,
+        )
+        self.module = Transformer(config)
         weights.initialise(self.module, torch.float32, "cpu", recipe.seed)
         self.inside = [parameter for layer in self.module.layers for parameter in layer.parameters()]
 
