@@ -98,7 +98,8 @@ def _run_train_drafters(options: argparse.Namespace) -> int:
     name = Path(options.model).name
     out = options.out or Path("trained") / f"{name}-{options.kind}"
     work = options.work or Path("trained") / f"{name}-drafters-work"
-    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
+    usual = {"medusa": 700}.get(options.kind)
+    asked = {key: value for key, value in (("steps", options.steps or usual), ("texts", options.texts)) if value}
     report = train(Recipe(options.model, options.kind, **asked), out, work)
     print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
     for kind, found in report["workloads"].items():
