@@ -1,8 +1,9 @@
 """`minifer bench speculation`: what drafting is worth on real prompts, beside plain decoding and beside what theory predicts.
 
 Plain decoding and the drafters take turns on the same prompts. A gain is seconds a token after the first, plain's over the
-drafter's, the median over turns beside each other. Predicted is E / (c + v): E tokens a pass as counted, c the time to make a
-draft and v the time of a pass over it, both in plain steps; v is measured alone, pass by pass, on an idle cache.
+drafter's, the median over turns beside each other. Predicted is E / (c + v): E passes of plain decoding for one of speculation, as
+counted (for a single row its tokens a pass); c the time to make a draft and v the time of a pass over it, both in plain steps. v is
+measured alone: passes over as many tokens and over one, in turns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from . import decode, drafters, mtp
 from .batch import Completion, Request
 from .contestants import transformers_generate
 from .draft import acceptance, tokens_per_pass
+from .model.cache import Cache
 from .model.load import data_folder, find, load
 from .model.passes import Pass, Span
 from .pace import Adaptive
@@ -33,7 +35,11 @@ Decoder = Callable[[Prompts], list[Completion]]
 
 @dataclass(frozen=True)
 class Cell:
-    """What one drafter did on some prompts. seconds: a token after the first, of the plain run beside it and its own, each turn."""
+    """What one drafter did on some prompts.
+
+    seconds: a token after the first, of the plain run beside it and its own, each turn. fewer_passes: plain decoding's passes for
+    one of its own; a batch needs as many as its slowest row.
+    """
 
     drafter: str
     draft_length: int | Adaptive
@@ -44,6 +50,7 @@ class Cell:
     seconds: list[tuple[float, float]]
     draft_cost: float
     verify_cost: float
+    fewer_passes: float
 
     @property
     def gain(self) -> float:
@@ -51,7 +58,7 @@ class Cell:
 
     @property
     def predicted(self) -> float:
-        return self.tokens_per_pass / (self.draft_cost + self.verify_cost)
+        return self.fewer_passes / (self.draft_cost + self.verify_cost)
 
 
 class Bench:
@@ -59,14 +66,14 @@ class Bench:
 
     def __init__(self, name: str, dtype: torch.dtype | None, tokens: int, repeats: int) -> None:
         self.model, self.tokenizer = load(name, dtype, "cpu")
-        self.tokens, self.repeats, self._pass_seconds = tokens, repeats, {}  # type: ignore[var-annotated]
+        self.tokens, self.repeats, self._verify_costs = tokens, repeats, {}  # type: ignore[var-annotated]
 
     def prompts(self, kinds: Sequence[str], each: int) -> Prompts:
         """The first `each` of each workload."""
         return [ids for kind in kinds for ids in workload(kind).ids(self.tokenizer)[:each]]
 
     def compare(
-        self, name: str, drafter: drafters.Drafter, length: int | Adaptive, prompts: Prompts, batch: int, what: str
+        self, name: str, drafter: drafters.Drafter, length: int | Adaptive, prompts: Prompts, batch: int = 1, what: str = ""
     ) -> Cell:
         """The drafter and plain decoding in turns, `batch` prompts at a time."""
 
@@ -82,33 +89,36 @@ class Bench:
         for _ in range(self.repeats):
             both = [[(seconds(decoder(group))) for decoder in (plain, speculating)] for group in groups]
             turns.append((_per_token(both, 0), _per_token(both, 1)))
-        completions = [one for group in groups for one in speculating(group)]
+        done = [speculating(group) for group in groups]
+        completions = [one for group in done for one in group]
         rounds = [one for completion in completions for one in completion.rounds]
+        plain_passes = sum(max(len(one.ids) for one in group) - 1 for group in done)
         context = int(statistics.mean(len(ids) for ids in prompts) + self.tokens / 2)
-        step = self.pass_seconds(1, batch, context)
-        widths = [1 + one.drafted for one in rounds]
+        width = round(statistics.mean(1 + one.drafted for one in rounds))
         return Cell(
             name, length, batch, what, tokens_per_pass(completions), acceptance(completions), turns,
-            draft_cost=statistics.mean(one.draft_seconds for one in rounds) / step,
-            verify_cost=statistics.mean(self.pass_seconds(width, batch, context) for width in widths) / step,
+            draft_cost=statistics.mean(one.draft_seconds for one in rounds) / statistics.median(plain for plain, _ in turns),
+            verify_cost=self.verify_cost(width, batch, context),
+            fewer_passes=plain_passes / sum(max(len(one.rounds) for one in group) for group in done),
         )  # fmt: skip
 
-    def pass_seconds(self, width: int, rows: int, context: int, repeats: int = 15) -> float:
-        """Median seconds of a pass over `width` tokens of each of some rows that hold `context` tokens, their logits included."""
+    def verify_cost(self, width: int, rows: int, context: int, repeats: int = 25) -> float:
+        """How many passes over one token of each row a pass over `width` takes, logits included, behind `context` tokens."""
         key = (width, rows, context // 64)
-        if key not in self._pass_seconds:
+        if key not in self._verify_costs:
             cache, taken = self.model.new_cache(rows, context + width), []
-            ids = torch.arange(rows * width) % self.model.config.vocabulary
-            spans = tuple(Span(row, context, width) for row in range(rows))
-            cache.tokens = [[0] * context for _ in range(rows)]
-            with torch.inference_mode():
-                for _ in range(repeats):
-                    started = time.perf_counter()
-                    output = self.model(Pass(ids, spans, tuple(range(rows * width))), cache)
-                    output.logits.argmax(-1).tolist()
-                    taken.append(time.perf_counter() - started)
-            self._pass_seconds[key] = statistics.median(taken)
-        return self._pass_seconds[key]
+            cache.tokens = [[0] * context for _ in range(rows)]  # as if they were there
+            for _ in range(repeats):
+                taken.append(self._pass_seconds(width, rows, context, cache) / self._pass_seconds(1, rows, context, cache))
+            self._verify_costs[key] = statistics.median(taken)
+        return self._verify_costs[key]
+
+    def _pass_seconds(self, width: int, rows: int, context: int, cache: Cache) -> float:
+        ids, spans = torch.arange(rows * width), tuple(Span(row, context, width) for row in range(rows))
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.model(Pass(ids, spans, tuple(range(len(ids)))), cache).logits.argmax(-1).tolist()
+        return time.perf_counter() - started
 
 
 def seconds(completions: Sequence[Completion]) -> tuple[float, int]:

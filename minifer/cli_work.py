@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,7 +100,7 @@ def _run_train_drafters(options: argparse.Namespace) -> int:
     out = options.out or Path("trained") / f"{name}-{options.kind}"
     work = options.work or Path("trained") / f"{name}-drafters-work"
     usual = {"medusa": 700}.get(options.kind)
-    asked = {key: value for key, value in (("steps", options.steps or usual), ("texts", options.texts)) if value}
+    asked: dict[str, Any] = {key: value for key, value in (("steps", options.steps or usual), ("texts", options.texts)) if value}
     report = train(Recipe(options.model, options.kind, **asked), out, work)
     print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
     for kind, found in report["workloads"].items():

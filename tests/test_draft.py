@@ -107,9 +107,9 @@ def test_adaptive_weighs_measured_times():
     import time
 
     class Slow(Truthful):
-        def propose(self, *given):
+        def propose(self, *given, **named):
             time.sleep(0.004)
-            return super().propose(*given)
+            return super().propose(*given, **named)
 
     said, half = [(5 + at) % 16 for at in range(1, 70)], (lambda row, known, depth: depth == 0 and known % 2 == 0)
 

@@ -76,8 +76,8 @@ def test_its_cache_follows_what_was_kept(checkpoint):
         seen = []
 
         class Seen(kind):
-            def propose(self, *given):
-                seen.append(super().propose(*given).tolist())
+            def propose(self, *given, **named):
+                seen.append(super().propose(*given, **named).tolist())
                 return torch.tensor(seen[-1])
 
         completions = mtp.generate(target, PROMPTS, Seen(small, target), 4, 30)
@@ -111,8 +111,8 @@ def test_spec_16_vocabularies_padded_unequally():
     seen = []
 
     class Seen(DraftModel):
-        def propose(self, *given):
-            seen.append(super().propose(*given))
+        def propose(self, *given, **named):
+            seen.append(super().propose(*given, **named))
             assert all(q.shape[1] == 64 and float(q[:, 60:].sum()) == 0 for q in self.q.values())
             return seen[-1]
 

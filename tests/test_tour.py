@@ -19,7 +19,7 @@ from minifer.batch import Completion
 def seen():
     """One short tour: (results, what it printed)."""
     paper = io.StringIO()
-    results = tour.tour("tiny", tokens=8, per_workload=1, repeats=1, console=Console(file=paper, width=80))
+    results = tour.tour("tiny", tokens=24, per_workload=1, repeats=1, console=Console(file=paper, width=80))
     return results, paper.getvalue()
 
 
@@ -32,7 +32,7 @@ def test_every_technique_is_exact_and_measured(seen):
         assert result.tokens_per_pass > 1.05 if speculates else result.tokens_per_pass == pytest.approx(1.0), result.name
     plain, replicas = results[0], results[-1]
     assert (plain.collectives, plain.payload_bytes, plain.ratio) == (0, 0, 1)
-    assert replicas.collectives == pytest.approx(2 / 48) and replicas.payload_bytes > 0  # two gathers, 6 prompts of 8 tokens
+    assert replicas.collectives == pytest.approx(2 / 144) and replicas.payload_bytes > 0  # two gathers, 6 prompts of 24 tokens
 
 
 def test_the_table_fits_a_terminal(seen):
