@@ -128,9 +128,9 @@ def start(
 
 def settle(batch: Batch, draft: Draft, decided: torch.Tensor) -> Settled:
     """What decided tokens (int64 [R, any], -1 behind) mean for the draft: the same on every rank, from agreed numbers alone."""
-    settled, place = Settled({}, {}, {}), 0
+    settled, place, rows = Settled({}, {}, {}), 0, decided.tolist()
     for at in batch.active:
-        tokens = settled.tokens[at] = [token for token in decided[at].tolist() if token >= 0]
+        tokens = settled.tokens[at] = [token for token in rows[at] if token >= 0]
         nodes = settled.nodes[at] = draft.follow(at, tokens[:-1])
         settled.kept[at] = [place, *(place + 1 + node for node in nodes)]
         place += 1 + len(draft.ids[at])
@@ -178,13 +178,12 @@ def verify(
     logits = batch.adjusted(output.logits, repeated, [path for at in batch.active for path in ([], *draft.paths(at))])  # [W, V]
     simple = rule is None and all(row.sampling.greedy for row in rows)
     said = iter(logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated]))
-    verdict = torch.full((batch.rows + 1, width), -1)
+    decided: list[list[int]] = [[] for _ in range(batch.rows)]
     for at, row in zip(batch.active, rows):
         here, tree = [next(said) for _ in range(1 + len(draft.ids[at]))], Tree(draft, at)
-        tokens = greedy(tree, here) if simple else (rule or exact)(row, tree, torch.stack(here), q.get(at))
-        verdict[at, : len(tokens)] = torch.tensor(tokens)
-    verdict[-1, :2] = torch.tensor([round(1e6 * seconds) for seconds in times])
-    return verdict
+        decided[at] = greedy(tree, here) if simple else (rule or exact)(row, tree, torch.stack(here), q.get(at))
+    decided.append([round(1e6 * seconds) for seconds in times])
+    return torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in decided])
 
 
 def greedy(tree: Tree, said: list[int]) -> list[int]:
