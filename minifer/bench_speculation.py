@@ -94,13 +94,20 @@ class Bench:
         rounds = [one for completion in completions for one in completion.rounds]
         plain_passes = sum(max(len(one.ids) for one in group) - 1 for group in done)
         context = int(statistics.mean(len(ids) for ids in prompts) + self.tokens / 2)
-        width = round(statistics.mean(1 + one.drafted for one in rounds))
         return Cell(
             name, length, batch, what, tokens_per_pass(completions), acceptance(completions), turns,
             draft_cost=statistics.mean(one.draft_seconds for one in rounds) / statistics.median(plain for plain, _ in turns),
-            verify_cost=self.verify_cost(width, batch, context),
+            verify_cost=self._mean_verify_cost([1 + one.drafted for one in rounds], batch, context),
             fewer_passes=plain_passes / sum(max(len(one.rounds) for one in group) for group in done),
         )  # fmt: skip
+
+    def _mean_verify_cost(self, widths: Sequence[int], rows: int, context: int) -> float:
+        """Over rounds of these widths. One row has them one after the other; rows that share passes have their mean."""
+        if rows == 1:
+            return statistics.mean(self.verify_cost(width, rows, context) for width in widths)
+        low, share = divmod(statistics.mean(widths), 1)
+        less, more = (self.verify_cost(int(low) + step, rows, context) for step in (0, 1))
+        return less + share * (more - less)
 
     def verify_cost(self, width: int, rows: int, context: int, repeats: int = 25) -> float:
         """How many passes over one token of each row a pass over `width` takes, logits included, behind `context` tokens."""
@@ -114,7 +121,10 @@ class Bench:
         return self._verify_costs[key]
 
     def _pass_seconds(self, width: int, rows: int, context: int, cache: Cache) -> float:
-        ids, spans = torch.arange(rows * width), tuple(Span(row, context, width) for row in range(rows))
+        ids, spans = (
+            torch.arange(rows * width) % self.model.config.vocabulary,
+            tuple(Span(row, context, width) for row in range(rows)),
+        )
         started = time.perf_counter()
         with torch.inference_mode():
             self.model(Pass(ids, spans, tuple(range(len(ids)))), cache).logits.argmax(-1).tolist()
@@ -146,6 +156,10 @@ def bench_speculation(
 
     kinds: of drafters; None: those there are. each: prompts of each workload.
     """
+    if tokens < 2:
+        raise ValueError("a rate of tokens after the first needs two tokens at least")
+    if not 1 <= each <= 12:
+        raise ValueError(f"there are 12 prompts of each workload, not {each}")
     console = console or Console()
     bench = Bench(name, dtype, tokens, repeats)
     loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or drafters.available(name)}
@@ -180,7 +194,7 @@ def _can(drafter: drafters.Drafter, length: int) -> bool:
 
 
 def _many(bench: Bench, batch: int) -> Prompts:
-    """Two batches, the workloads mixed in each, of prompts that are all different as long as there are enough."""
+    """Two batches, and six prompts at least, the workloads mixed; all different as long as there are enough."""
     held = [workload(kind).ids(bench.tokenizer) for kind in WORKLOADS]
     mixed = [ids for row in zip(*held) for ids in row]
     return [mixed[at % len(mixed)] for at in range(max(2 * batch, 6))]

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _tour(commands.add_parser("tour", help="decode real prompts by every technique and compare them with plain decoding"))
     _generate(commands.add_parser("generate", help="continue a prompt, or answer it with --chat, as it is decoded"))
     _lessons(commands.add_parser("lessons", help="copy the lessons to a folder of yours and open them in JupyterLab"))
-    bench_command(commands.add_parser("bench", help="measure plain decoding, or the start of ranks, on this machine"))
+    bench_command(commands.add_parser("bench", help="measure plain decoding, speculation, or the start of ranks, on this machine"))
     train_command(commands.add_parser("train", help="train a bundled model, or drafters for a model"))
     return parser
 
@@ -103,6 +103,7 @@ def _run_tour(options: argparse.Namespace) -> int:
             tour("tiny", DTYPES[options.dtype], options.tokens, options.prompts, picture=None, only=missing)[1:] if missing else []
         )
         write([*results, *more], options.readme, f"{options.model}, {options.dtype}, greedy")
+        results += more
     return 0 if all(result.exact for result in results) else 1
 
 

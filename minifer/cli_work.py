@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -94,14 +93,13 @@ def _run_train(options: argparse.Namespace) -> int:
 
 
 def _run_train_drafters(options: argparse.Namespace) -> int:
-    from .training.distill import Recipe, train
+    from .training.distill import recipe_for, train
 
     name = Path(options.model).name
     out = options.out or Path("trained") / f"{name}-{options.kind}"
     work = options.work or Path("trained") / f"{name}-drafters-work"
-    usual = {"medusa": 700}.get(options.kind)
-    asked: dict[str, Any] = {key: value for key, value in (("steps", options.steps or usual), ("texts", options.texts)) if value}
-    report = train(Recipe(options.model, options.kind, **asked), out, work)
+    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
+    report = train(recipe_for(options.model, options.kind, **asked), out, work)
     print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
     for kind, found in report["workloads"].items():
         print(f"  {kind:14} {found['tokens_per_pass']:.2f}   kept by depth: {', '.join(map(str, found['acceptance_by_depth']))}")

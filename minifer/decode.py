@@ -162,7 +162,7 @@ def new_cache(model: Transformer, batch: Batch, spare: int = 0) -> Cache:
 
     spare: places more, for drafts of which only some can stay.
     """
-    needed = [row.prompt + row.budget - 1 + spare for row in batch._rows]
+    needed = [row.prompt + row.budget - 1 + spare for row in (batch.row(at) for at in range(batch.rows))]
     return model.new_cache(max(1, batch.rows), max([1, *needed]))
 
 

@@ -98,8 +98,9 @@ class Settled:
 class Round(NamedTuple):
     """A pass of one row after the prompt's. What a stop rule cut off is not counted.
 
-    drafted: nodes that were verified. depth: of the deepest that was judged. accepted: drafted tokens that stayed. tokens:
-    all that were added. Seconds are the batch's: to make the draft before the pass, and the pass itself.
+    drafted: nodes that were verified. depth: tokens on the draft's longest path; where a stop rule ended the row, only as far as
+    it came. accepted: drafted tokens that stayed. tokens: all that were added. Seconds are the batch's: to make the draft before
+    the pass, and the pass with its logits.
     """
 
     drafted: int
@@ -124,7 +125,7 @@ def tokens_per_pass(completions: Sequence[HasRounds]) -> float:
 
 
 def acceptance(completions: Sequence[HasRounds]) -> list[float]:
-    """[i]: of the rounds in which a token at depth i + 1 was judged, the share that kept all drafted tokens up to it."""
+    """[i]: of the rounds that drafted to depth i + 1 or deeper, the share that kept all drafted tokens up to there."""
     rounds = [one for completion in completions for one in completion.rounds]
     found = []
     for depth in range(1, max((one.depth for one in rounds), default=0) + 1):

@@ -57,7 +57,7 @@ def steps(batch: Batch, drafter: Drafter, draft_length: int | Adaptive | None = 
     while batch.active:
         started = time.perf_counter()
         output = yield batch.extend(draft, drafter.reads)
-        times = (drafting, time.perf_counter() - started)
+        times = (drafting, output.finished - started)
         # The times of the rank that decides travel with the decision, so that all ranks go on from the same ones.
         decision = partial(verify, batch, draft=draft, q=drafter.q, rule=rule, times=times, width=width)
         verdict = output.decide(decision, batch.rows + 1, width)
@@ -172,12 +172,14 @@ def verify(
     """What a pass decides: int64 [R + 1, width], the tokens of each row and -1 behind them; in the last row the times in µs.
 
     q: {row: [n, V]}, the distributions that a row's nodes were drawn from. Without an entry they were not drawn but chosen.
+    times: of drafting, and of the pass so far; its logits, and on a GPU all that it still computes, are added here.
     """
-    rows = batch.going
+    rows, started = batch.going, time.perf_counter()
     repeated = [row for at, row in zip(batch.active, rows) for _ in range(1 + len(draft.ids[at]))]
     logits = batch.adjusted(output.logits, repeated, [path for at in batch.active for path in ([], *draft.paths(at))])  # [W, V]
     simple = rule is None and all(row.sampling.greedy for row in rows)
     said = iter(logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated]))
+    times = (times[0], times[1] + time.perf_counter() - started)
     decided: list[list[int]] = [[] for _ in range(batch.rows)]
     for at, row in zip(batch.active, rows):
         here, tree = [next(said) for _ in range(1 + len(draft.ids[at]))], Tree(draft, at)

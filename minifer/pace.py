@@ -44,7 +44,11 @@ class Fixed:
 
 @dataclass
 class Adaptive:
-    """At most `longest` tokens. cost: of drafting one more, and of verifying it, in plain steps; None: measured on the way."""
+    """At most `longest` tokens deep. cost: of drafting one more, and of verifying it, in plain steps; None: measured on the way.
+
+    Measured costs follow the clock, and the numbers that draw a token depend on whether it was drafted: so a sampled text keeps
+    its distribution, but the same seed gives the same text only with a fixed length or a given cost and in the same batch.
+    """
 
     longest: int = 8
     cost: float | None = None
@@ -82,8 +86,8 @@ class Adaptive:
         return max(best, self._rounds % PROBE == 0)
 
     def _learn(self, rounds: list[Round]) -> None:
-        """Fit the seconds of a pass as a line over the tokens drafted in it, and the mean seconds to draft one."""
-        x, y = sum(one.drafted for one in rounds) / len(rounds), rounds[0].verify_seconds
+        """Fit the seconds of a pass as a line over the depth drafted before it, and the mean seconds to draft one deeper."""
+        x, y = sum(one.depth for one in rounds) / len(rounds), rounds[0].verify_seconds
         self._times = [MEMORY * old + new for old, new in zip(self._times, (1.0, x, y, x * x, x * y))]
         if x > 0:
             each = rounds[0].draft_seconds / x

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -47,34 +48,37 @@ def plain(model: Transformer, prompts: list[list[int]], tokens: int, watched: bo
 def speculative(kind: str) -> Technique:
     """mtp.generate with the model's bundled drafter of this kind."""
 
-    def technique(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
-        if kind not in _drafters:
-            _drafters[kind] = drafters.load(kind, model)
-        batch, loop, cache = mtp.start(model, prompts, _drafters[kind], max_new_tokens=tokens)
-        run = Run([])
-        run.completions = decode.run(model, _watch(batch, loop, run, range(len(prompts))) if watched else loop, cache)
-        return run
+    return partial(_speculate, kind)
 
-    return technique
+
+def _speculate(kind: str, model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    if (kind, model.name) not in _drafters:
+        _drafters[kind, model.name] = drafters.load(kind, model)
+    batch, loop, cache = mtp.start(model, prompts, _drafters[kind, model.name], max_new_tokens=tokens)
+    run = Run([])
+    run.completions = decode.run(model, _watch(batch, loop, run, range(len(prompts))) if watched else loop, cache)
+    return run
 
 
 def one_at_a_time(technique: Technique) -> Technique:
     """The same, prompt after prompt: batch 1, where a single user waits and where speculation is made for."""
 
-    def alone(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
-        run, before = Run([]), 0.0
-        for number, prompt in enumerate(prompts):
-            part = technique(model, [prompt], tokens, watched)
-            run.completions += [replace(one, seconds=before + one.seconds) for one in part.completions]
-            run.row_passes += part.row_passes
-            run.margins.update((number, gaps) for gaps in part.margins.values())
-            before += part.seconds
-        return run
-
-    return alone
+    return partial(_alone, technique)
 
 
-_drafters: dict[str, drafters.Drafter] = {}  # in a rank: those that were loaded
+def _alone(technique: Technique, model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    run, before = Run([]), 0.0
+    for number, prompt in enumerate(prompts):
+        part = technique(model, [prompt], tokens, watched)
+        run.completions += [replace(one, seconds=before + one.seconds) for one in part.completions]
+        run.row_passes += part.row_passes
+        run.margins.update((number, gaps) for gaps in part.margins.values())
+        before += part.seconds
+    return run
+
+
+# In a rank: the drafters that were loaded, by kind and model. Functions that use it go there by name, never with its contents.
+_drafters: dict[tuple[str, str], drafters.Drafter] = {}
 
 
 def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:

@@ -68,8 +68,11 @@ def test_transformers_is_measured_on_the_same_folder(checkpoint):
 
 
 def test_one_token_has_no_rate():
-    with pytest.raises(ValueError, match="two tokens at least"):
-        bench.bench_decode("tiny", tokens=1)
+    for measure in (bench.bench_decode, bench_speculation.bench_speculation):
+        with pytest.raises(ValueError, match="two tokens at least"):
+            measure("tiny", tokens=1)
+    with pytest.raises(ValueError, match="12 prompts of each workload, not 13"):
+        bench_speculation.bench_speculation("tiny", each=13)
 
 
 # Speculation.

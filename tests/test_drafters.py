@@ -121,6 +121,17 @@ def test_spec_16_vocabularies_padded_unequally():
     assert all(len(one.ids) == 12 for one in completions) and max(int(draft[:, 0].max()) for draft in seen) < 60
 
 
+def test_a_target_may_say_what_a_smaller_table_does_not_hold(checkpoint, tmp_path):
+    """The draft model has 60 rows, the target 67: a text with id 62 is not drafted for, and nothing breaks."""
+    target = plain_model(checkpoint("llama"))
+    reference("llama", seed=3, vocab_size=60).save_pretrained(tmp_path)
+    drafter = DraftModel(plain_model(tmp_path), target, common=60)
+    prompts = [[3, 62, 5], [3, 5], [1, 4]]
+    completions = mtp.generate(target, prompts, drafter, 3, 12)
+    assert ids_of(completions) == [naive_greedy(target, prompt, 12) for prompt in prompts]
+    assert sum(round.drafted for round in completions[0].rounds) == 0 < sum(round.drafted for round in completions[1].rounds)
+
+
 # Medusa.
 
 
@@ -141,7 +152,7 @@ def test_medusa_guesses_from_the_last_kept_token(checkpoint):
         pass_ = minifer.model.passes.Pass(
             torch.tensor(tokens[:-1]), (minifer.model.passes.Span(0, 0, len(tokens) - 1),), (len(tokens) - 2,)
         )
-        guesses = [logits[0].topk(3).indices.tolist() for logits in heads(target(pass_).hidden)]
+        guesses = [head(target(pass_).hidden)[0].topk(3).indices.tolist() for head in heads.each]
         paths = sorted(tree, key=lambda path: (len(path), path))
         assert draft == [guesses[len(path) - 1][path[-1]] for path in paths]
 
@@ -165,7 +176,7 @@ def test_spec_17_trees_and_heads(checkpoint):
 
     decode.run(target, loop(), decode.new_cache(target, batch))
     [(draft, hidden)] = passes
-    first, second = (logits[0].topk(2).indices.tolist() for logits in drafter.heads(hidden))
+    first, second = (head(hidden)[0].topk(2).indices.tolist() for head in drafter.heads.each)
     assert draft[0].tolist() == [[first[0], first[1], second[0], second[1], second[0]], [-1, -1, 0, 0, 1]]
 
 
@@ -203,6 +214,9 @@ def test_what_is_not_there(tmp_path, checkpoint):
     (tmp_path / "drafter.json").write_text(json.dumps({"drafter": "oracle"}))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="describes a drafter 'oracle'"):
+        drafters.load(tmp_path, model)
+    (tmp_path / "drafter.json").write_text(json.dumps({"drafter": "medusa", "heads": 2}))
+    with pytest.raises(ValueError, match="does not say: width, vocabulary, tree"):
         drafters.load(tmp_path, model)
 
 

@@ -97,7 +97,15 @@ def test_rows_of_unequal_budgets(kind, target, truth):
 
 
 def test_drafts_are_really_kept(target, truth):
-    for kind, least in (("right", 3.5), ("sometimes", 2), ("tree", 2), ("draft model", 1.2)):
+    for kind, least in (
+        ("right", 3.5),
+        ("sometimes", 2),
+        ("tree", 2),
+        ("draft model", 1.2),
+        ("prompt lookup", 1),
+        ("medusa", 1),
+        ("medusa tree", 1),
+    ):
         completions = mtp.generate(target, PROMPTS, drafter_of(kind, target, truth), 4, BUDGET)
         assert tokens_per_pass(completions) > least, kind
     assert tokens_per_pass(mtp.generate(target, PROMPTS, drafter_of("wrong", target, truth), 4, BUDGET)) == 1

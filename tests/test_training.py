@@ -13,7 +13,7 @@ import minifer
 from minifer import drafters
 from minifer.prompts import WORKLOADS, workload
 from minifer.training import corpus, distill, pretrain, run, templates
-from minifer.training.answers import Answer, batch_of
+from minifer.training.answers import Answer, Plan, answer, batch_of, prompts_for
 
 SMALL = pretrain.Recipe(
     vocabulary=400, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, inner=64, context=128, steps=24, tokens_per_step=256,
@@ -143,9 +143,28 @@ def test_prompts_to_train_on_are_many_and_not_the_measured_ones():
     }, shared  # fmt: skip
 
 
+def test_unseen_prompts_are_not_among_those_trained_on():
+    _, tokenizer = minifer.load("tiny")
+    plan = Plan("tiny", 2000, 9, (0.0,))
+    trained = {tuple(ids) for ids in prompts_for(tokenizer, plan.texts, plan.seed)}
+    assert trained & {tuple(ids) for ids in prompts_for(tokenizer, 128, 1)}  # another seed alone does not do it
+    unseen = prompts_for(tokenizer, 128, 1, without=plan)
+    assert len(unseen) == 128 and not trained & {tuple(ids) for ids in unseen}
+
+
+def test_answers_belong_to_one_plan(tmp_path):
+    model, tokenizer = minifer.load("tiny")
+    assert len(answer(model, tokenizer, tmp_path, Plan("tiny", 3, 4, (0.0,)))) == 3
+    for other in (Plan("tiny", 4, 4, (0.0,)), Plan("small", 3, 4, (0.0,)), Plan("tiny", 3, 4, (1.0,))):
+        with pytest.raises(ValueError, match="another recipe"):
+            answer(model, tokenizer, tmp_path, other)
+
+
 def test_a_batch_of_answers_depends_on_its_step_alone():
     answers = [Answer(list(range(size)), 3) for size in range(2, 60)]
     one = batch_of(answers, 200, 32, seed=0, step=5)
     assert one == batch_of(answers, 200, 32, seed=0, step=5) != batch_of(answers, 200, 32, seed=0, step=6)
     assert sum(len(answer.ids) for answer in one) >= 200 and max(len(answer.ids) for answer in one) <= 32
     assert all(answer.prompt < len(answer.ids) - 1 for answer in one)
+    with pytest.raises(ValueError, match="none of 1 answers"):
+        batch_of([Answer([1, 2, 3], 3)], 200, 32, 0, 0)

@@ -77,6 +77,9 @@ def _medusa(folder: Path, target: Transformer) -> Medusa:
     about, checkpoint = read_json(folder / "drafter.json"), SafetensorsFolder(folder)
     if about.get("drafter") != "medusa":
         raise ValueError(f"{folder / 'drafter.json'} describes a drafter {about.get('drafter')!r}; known: medusa")
+    lacking = [key for key in ("heads", "width", "vocabulary", "tree") if key not in about]
+    if lacking:
+        raise ValueError(f"{folder / 'drafter.json'} does not say: {', '.join(lacking)}")
     sizes, theirs = (about["width"], about["vocabulary"]), (target.config.width, target.config.vocabulary)
     if sizes != theirs:
         raise ValueError(f"the heads in {folder} are for a target of width and vocabulary {sizes}, this one has {theirs}")

@@ -54,14 +54,19 @@ class DraftModel(Drafter):
     def propose(self, batch: Batch, output: Output, settled: Settled, deepest: Sequence[int]) -> torch.Tensor:
         drafts: dict[int, list[int]] = {at: [] for at in batch.active}
         drawn: dict[int, list[torch.Tensor]] = {at: [] for at in batch.active if not batch.row(at).sampling.greedy}
-        # A draft's last token is not run, so a text may fill this model's context.
-        last = {at: min(deepest[at], self._cache.capacity - len(batch.row(at).tokens) + 1) for at in batch.active}
+        last = {at: min(deepest[at], self._room(batch.row(at).tokens)) for at in batch.active}
         with torch.inference_mode():
             for length in range(max(last.values(), default=0)):
                 rows = [at for at in batch.active if length < last[at]]
                 self._step(rows, [batch.row(at) for at in rows], drafts, drawn)
         self.q = {at: torch.stack(q) for at, q in drawn.items() if q}
         return chains(drafts, batch.rows, self.draft_length)
+
+    def _room(self, text: list[int]) -> int:
+        """How many tokens it can draft behind this text."""
+        if max(text) >= self.model.config.vocabulary:  # a larger target has said what this model cannot read
+            return 0
+        return self._cache.capacity - len(text) + 1  # a draft's last token is not run
 
     def _step(
         self, numbers: list[int], rows: list[Row], drafts: dict[int, list[int]], drawn: dict[int, list[torch.Tensor]]

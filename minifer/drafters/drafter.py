@@ -27,7 +27,8 @@ class Drafter:
     """The interface. reads: the layers whose states it needs. usual: the draft length it takes if none is asked for.
 
     q: {row: [n, V]}, what each node of its last draft was drawn from. A row without an entry was not drawn but chosen. q stays
-    where it was made; all else that drafts say is agreed.
+    where it was made; all else that drafts say is agreed. Who draws lays nodes level by level, so that cutting a draft off at
+    some depth leaves their numbers as they are.
     """
 
     reads: tuple[int, ...] = ()

@@ -32,7 +32,7 @@ from ..model.passes import Output
 from ..model.transformer import Transformer
 from .drafter import Drafter
 
-Path = tuple[int, ...]  # of a node: which guess of head 1, then of head 2, ...; (1, 0) is head 2's first after head 1's second
+Branch = tuple[int, ...]  # of a node: which guess of head 1, then of head 2, ...; (1, 0) is head 2's first after head 1's second
 
 
 class Head(nn.Module):
@@ -59,15 +59,11 @@ class Heads(nn.Module):
     def each(self) -> list[Head]:
         return list(self.heads)  # type: ignore[arg-type]
 
-    def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """[A, D] -> of each head [A, V]"""
-        return [head(hidden) for head in self.each]
-
 
 class Medusa(Drafter):
     """heads: filled, of this target. tree: the paths that are drafted, each after its own beginning; None: the likeliest chain."""
 
-    def __init__(self, heads: Heads, target: Transformer, tree: Sequence[Path] | None = None) -> None:
+    def __init__(self, heads: Heads, target: Transformer, tree: Sequence[Branch] | None = None) -> None:
         self.heads = heads
         self.depth = self.usual = len(heads.each)
         # One pass over the tree lays parents before children, and siblings by how likely they are.
@@ -75,8 +71,12 @@ class Medusa(Drafter):
         for path in self.tree:
             if len(path) > self.depth:
                 raise ValueError(f"the tree has a path {path} of depth {len(path)}; there are {self.depth} heads")
-            if not path or min(path) < 0 or max(path) >= target.config.vocabulary or (len(path) > 1 and path[:-1] not in self.tree):
-                raise ValueError(f"the tree has a path {path} without its beginning {path[:-1]}, or with a rank that no token has")
+            if len(path) > 1 and path[:-1] not in self.tree:
+                raise ValueError(f"the tree has a path {path} without its beginning {path[:-1]}")
+            if not path or not all(0 <= rank < target.config.vocabulary for rank in path):
+                raise ValueError(
+                    f"the tree has a path {path}: it needs a rank or more, of a vocabulary of {target.config.vocabulary}"
+                )
         self._ranks = 1 + max(max(path) for path in self.tree)
 
     def check(self, draft_length: int) -> None:
@@ -97,30 +97,30 @@ class Medusa(Drafter):
         assert output.hidden is not None
         with torch.inference_mode():
             hidden = output.hidden[[settled.kept[at][-1] for at in rows]]  # [A, D]
-            guesses = [logits.topk(self._ranks).indices.cpu() for logits in self.heads(hidden)[: self.draft_length]]
+            guesses = [head(hidden).topk(self._ranks).indices.cpu() for head in self.heads.each[: self.draft_length]]
         place = {path: node for node, path in enumerate(paths)}
         for node, path in enumerate(paths):
             found[rows, 0, node] = guesses[len(path) - 1][:, path[-1]]
             found[rows, 1, node] = place.get(path[:-1], -1)
         return found
 
-    def _paths(self, draft_length: int) -> list[Path]:
+    def _paths(self, draft_length: int) -> list[Branch]:
         return [path for path in self.tree if len(path) <= draft_length]
 
 
-def chain(depth: int) -> list[Path]:
+def chain(depth: int) -> list[Branch]:
     """Each head's first guess."""
     return [(0,) * length for length in range(1, depth + 1)]
 
 
-def grow(accuracy: Sequence[Sequence[float]], nodes: int) -> list[Path]:
+def grow(accuracy: Sequence[Sequence[float]], nodes: int) -> list[Branch]:
     """The tree of so many nodes that keeps most tokens, if accuracy[i][j] is how often guess j of head i + 1 is right.
 
     A node is worth the product of the accuracies along its path: the chance that it is reached and kept. The most valuable
     node that hangs on the tree so far is added, again and again.
     """
-    tree: list[Path] = []
-    waiting: list[tuple[float, Path]] = [(-accuracy[0][0], (0,))]
+    tree: list[Branch] = []
+    waiting: list[tuple[float, Branch]] = [(-accuracy[0][0], (0,))]
     while waiting and len(tree) < nodes:
         worth, path = heapq.heappop(waiting)
         tree.append(path)

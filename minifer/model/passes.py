@@ -16,6 +16,7 @@ Letters: N tokens of a pass, W wanted tokens, R rows of the batch, D model width
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,6 +119,7 @@ class Output:
         states: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self.model, self.pass_, self.hidden, self.states = model, pass_, hidden, states
+        self.finished = time.perf_counter()  # whoever is shown something before the loop goes on may take its time
 
     @cached_property
     def logits(self) -> torch.Tensor:

@@ -24,9 +24,21 @@ from ..model.sampling import Sampling
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..prompts import workload
+from .run import same_recipe
 from .templates import compose_all
 
 ROWS = 64  # a batch: by then a pass costs little more than a pass over one row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What answers depend on. texts: how many prompts. tokens: of an answer, at most. temperatures: in turn, a batch each."""
+
+    model: str
+    texts: int
+    tokens: int
+    temperatures: tuple[float, ...]
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,9 +49,14 @@ class Answer:
     prompt: int
 
 
-def prompts_for(tokenizer: Tokenizer, number: int, seed: int) -> list[list[int]]:
-    """Composed prompts as ids, as the measured ones are given: messages for a chat model, texts for any other."""
-    pairs = compose_all(number, seed)
+def prompts_for(tokenizer: Tokenizer, number: int, seed: int, without: Plan | None = None) -> list[list[int]]:
+    """Composed prompts as ids, as the measured ones are given: messages for a chat model, texts for any other.
+
+    without: a plan whose prompts are not among them.
+    """
+    pairs = compose_all(
+        number, seed, without={prompt for _, prompt in compose_all(without.texts, without.seed)} if without else set()
+    )
     if tokenizer.template is None:
         return [tokenizer.encode(text) for _, text in pairs]
     told = {kind: workload(kind).instruction for kind in {kind for kind, _ in pairs}}
@@ -47,18 +64,12 @@ def prompts_for(tokenizer: Tokenizer, number: int, seed: int) -> list[list[int]]
 
 
 def answer(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    work: Path,
-    texts: int,
-    tokens: int,
-    temperatures: Sequence[float],
-    seed: int = 0,
-    console: Console | None = None,
+    model: Transformer, tokenizer: Tokenizer, work: Path, plan: Plan, without: Plan | None = None, console: Console | None = None
 ) -> list[Answer]:
-    """Answers of at most `tokens` tokens to `texts` composed prompts, the temperatures in turn. What `work` holds is only read."""
+    """The model's answers to the prompts of a plan, but for those of another. What `work` already holds is only read."""
     work.mkdir(parents=True, exist_ok=True)
-    prompts = sorted(prompts_for(tokenizer, texts, seed), key=len)  # alike lengths share a batch
+    same_recipe(work, plan)
+    prompts = sorted(prompts_for(tokenizer, plan.texts, plan.seed, without), key=len)  # alike lengths share a batch
     starts = range(0, len(prompts), ROWS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: list[Answer] = []
@@ -67,9 +78,9 @@ def answer(
         for batch, start in enumerate(starts):
             file = work / f"answers-{batch:05d}.safetensors"
             if not file.is_file():
-                temperature = temperatures[batch % len(temperatures)]
+                temperature = plan.temperatures[batch % len(plan.temperatures)]
                 requests = [
-                    Request(ids, tokens, Sampling(temperature, seed=seed * 1_000_003 + start + at))
+                    Request(ids, plan.tokens, Sampling(temperature, seed=plan.seed * 1_000_003 + start + at))
                     for at, ids in enumerate(prompts[start : start + ROWS])
                 ]
                 _write(file, requests, decode.generate(model, requests, tokenizer=tokenizer))
@@ -97,12 +108,18 @@ def _read(file: Path) -> list[Answer]:
 
 def batch_of(answers: Sequence[Answer], tokens: int, longest: int, seed: int, step: int) -> list[Answer]:
     """Answers drawn by (seed, step) alone, of about `tokens` tokens in all; each cut to its first `longest`."""
+    if not any(_usable(one, longest) for one in answers):
+        raise ValueError(f"none of {len(answers)} answers has a token to learn from within its first {longest}")
     chance = np.random.default_rng((seed, step))
     found: list[Answer] = []
     size = 0
     while size < tokens:
         one = answers[int(chance.integers(len(answers)))]
-        if one.prompt < min(len(one.ids), longest) - 1:
+        if _usable(one, longest):
             found.append(Answer(one.ids[:longest], one.prompt))
             size += len(found[-1].ids)
     return found
+
+
+def _usable(one: Answer, longest: int) -> bool:
+    return one.prompt < min(len(one.ids), longest) - 1

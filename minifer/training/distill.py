@@ -11,7 +11,7 @@ distributions, and this loss is least where they are the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ..model.rotary import Rope
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Head, Transformer
 from ..prompts import WORKLOADS, workload
-from .answers import Answer, answer, batch_of
+from .answers import Answer, Plan, answer, batch_of
 from .run import Schedule, fit, same_recipe
 
 
@@ -47,7 +47,7 @@ class Recipe:
     texts: int = 9000
     tokens: int = 160
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    steps: int = 1500  # enough for a draft model; heads have less to learn, 700 do
+    steps: int = 1500
     tokens_per_step: int = 4096
     longest: int = 384
     muon_rate: float = 0.01
@@ -85,9 +85,15 @@ class Student:
         """Mean over places."""
         raise NotImplementedError
 
-    def save(self, folder: Path, lessons: Sequence[Lesson]) -> dict:
+    def save(self, folder: Path, lessons: Iterable[Lesson]) -> dict:
         """Write a folder that drafters.load reads; what is worth reporting. lessons: on prompts that it was not trained on."""
         raise NotImplementedError
+
+
+def recipe_for(model: str, kind: str, **asked: Any) -> Recipe:
+    """The recipe of a drafter, but for what is asked otherwise. Heads have less to learn than a model."""
+    usual: dict[str, dict[str, Any]] = {"draft_model": {}, "medusa": {"steps": 700}}
+    return Recipe(model, kind, **(usual[kind] | asked))
 
 
 def train(recipe: Recipe, folder: Path, work: Path, checkpoint_every: int = 100) -> dict:
@@ -99,18 +105,19 @@ def train(recipe: Recipe, folder: Path, work: Path, checkpoint_every: int = 100)
     for place in (folder, own):
         place.mkdir(parents=True, exist_ok=True)
     same_recipe(own, recipe)
-    target, tokenizer = load(recipe.model, torch.bfloat16)
-    said = answer(target, tokenizer, work / "answers", recipe.texts, recipe.tokens, recipe.temperatures, recipe.seed)
+    target, tokenizer = load(recipe.model, torch.bfloat16, "cpu")
+    plan = Plan(recipe.model, recipe.texts, recipe.tokens, recipe.temperatures, recipe.seed)
+    said = answer(target, tokenizer, work / "answers", plan)
     student = STUDENTS[recipe.kind](recipe, target)
 
     def loss_at(step: int) -> torch.Tensor:
         return student.loss(read(target, batch_of(said, recipe.tokens_per_step, recipe.longest, recipe.seed, step)))
 
     seconds = fit(student.module, student.inside, loss_at, recipe.schedule(), own, checkpoint_every)
-    # Other prompts than those that were trained on: another seed composes others.
-    fresh = answer(target, tokenizer, own / "unseen", 128, recipe.tokens, (0.0,), recipe.seed + 1)
+    unseen = Plan(recipe.model, 128, recipe.tokens, (0.0,), recipe.seed + 1)
+    fresh = answer(target, tokenizer, own / "unseen", unseen, without=plan)
     with torch.no_grad():
-        found = student.save(folder, [read(target, fresh[at : at + 16]) for at in range(0, len(fresh), 16)])
+        found = student.save(folder, (read(target, fresh[at : at + 16]) for at in range(0, len(fresh), 16)))
     report = {
         "recipe": asdict(recipe),
         "parameters": sum(parameter.numel() for parameter in student.module.parameters()),
@@ -169,14 +176,16 @@ class SmallModel(Student):
         self.inside = [parameter for layer in self.module.layers for parameter in layer.parameters()]
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
+        # The same tokens as another pass: what the target's layers shared in theirs (rotary turns) is of its own widths.
         pass_ = Pass(lesson.pass_.ids, lesson.pass_.spans, lesson.pass_.wanted)
         return towards(self.module(pass_).logits, lesson.logits)
 
-    def save(self, folder: Path, lessons: Sequence[Lesson]) -> dict:
+    def save(self, folder: Path, lessons: Iterable[Lesson]) -> dict:
         config = to_dict(self.module.config) | {"dtype": "bfloat16", "bos_token_id": None}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         save_file(weights.collect(self.module, torch.bfloat16), folder / "model.safetensors", {"format": "pt"})
-        return {"held_out_cross_entropy": round(sum(float(self.loss(one)) for one in lessons) / len(lessons), 4)}
+        losses = [float(self.loss(one)) for one in lessons]
+        return {"held_out_cross_entropy": round(sum(losses) / len(losses), 4)}
 
 
 class MedusaHeads(Student):
@@ -213,7 +222,7 @@ class MedusaHeads(Student):
                 at += size
             yield ahead, head(lesson.hidden[here]), lesson.logits[there]
 
-    def accuracy(self, lessons: Sequence[Lesson], ranks: int = 8) -> list[list[float]]:
+    def accuracy(self, lessons: Iterable[Lesson], ranks: int = 8) -> list[list[float]]:
         """[head][rank]: how often a head's guess of that rank is what the target would have said."""
         right, count = torch.zeros(len(self.module.each), ranks), torch.zeros(len(self.module.each), 1)
         for lesson in lessons:
@@ -222,7 +231,7 @@ class MedusaHeads(Student):
                 count[ahead - 1] += len(guess)
         return [[round(share, 4) for share in row] for row in (right / count).tolist()]
 
-    def save(self, folder: Path, lessons: Sequence[Lesson]) -> dict:
+    def save(self, folder: Path, lessons: Iterable[Lesson]) -> dict:
         accuracy, (vocabulary, width) = self.accuracy(lessons), _matrix(self.module.each[0].out).shape
         about = {"drafter": "medusa", "heads": len(self.module.each), "width": width, "vocabulary": vocabulary}
         (folder / "drafter.json").write_text(json.dumps(about | {"tree": grow(accuracy, self.nodes)}) + "\n")

@@ -133,7 +133,7 @@ def loss_of(model: Transformer, batch: torch.Tensor) -> torch.Tensor:
 
 
 def bits_per_byte(model: Transformer, tokenizer: Tokenizer, texts: Iterator[str] | list[str], window: int) -> float:
-    """Cross-entropy in bits over the UTF-8 bytes of the texts, each read in windows that begin with END_OF_TEXT."""
+    """Cross-entropy in bits over the UTF-8 bytes of the texts, each read in windows, its first one begins with END_OF_TEXT."""
     bits, size = 0.0, 0
     end = tokenizer.token_to_id(END_OF_TEXT)
     with torch.inference_mode():

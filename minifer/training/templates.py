@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from ..prompts import WORKLOADS
 
@@ -105,13 +105,15 @@ def compose(kind: str, seed: int) -> Iterator[str]:
         yield _fill(chance.choice(TEMPLATES[kind]), chance)
 
 
-def compose_all(number: int, seed: int) -> list[tuple[str, str]]:
-    """(kind, prompt) pairs, the kinds in turn, no prompt twice."""
+def compose_all(number: int, seed: int, without: Container[str] = ()) -> list[tuple[str, str]]:
+    """(kind, prompt) pairs, the kinds in turn, no prompt twice and none of `without`."""
     sources = {kind: compose(kind, seed) for kind in WORKLOADS}
     found: dict[str, str] = {}
     while len(found) < number:
         for kind, source in sources.items():
-            found.setdefault(next(source), kind)
+            prompt = next(source)
+            if prompt not in without:
+                found.setdefault(prompt, kind)
     return [(kind, prompt) for prompt, kind in found.items()][:number]
 
 
