@@ -115,6 +115,11 @@ class Row:
         return len(self.tokens) - self.prompt
 
     @property
+    def is_adjusted(self) -> bool:
+        """Whether its logits depend on its text otherwise than through the model."""
+        return self.sampling.repetition_penalty != 1 or self.request.min_new_tokens > 0
+
+    @property
     def left(self) -> int:
         """How many more may be."""
         return self.budget - self.new
@@ -214,7 +219,7 @@ class Batch:
 
         A row may stand there several times, each time with drafted tokens taken for decided.
         """
-        if all(row.sampling.repetition_penalty == 1 and not row.request.min_new_tokens for row in rows):
+        if not any(row.is_adjusted for row in rows):
             return logits
         drafts = drafts or [()] * len(rows)
         texts = [[*row.tokens, *draft] for row, draft in zip(rows, drafts)]
@@ -265,33 +270,3 @@ class Batch:
             seconds=0.0 if last is None else last - self.started,
             rounds=tuple(row.rounds),
         )
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast a batch was. Prompt tokens are never counted as output.
-
-    ttft: mean seconds to a row's first token. tpot: mean seconds a token after it. decode_rate: tokens after the first of
-    each row, of all rows, a second.
-    """
-
-    output_tokens: int
-    prompt_tokens: int
-    ttft: float
-    tpot: float
-    decode_rate: float
-
-
-def speed(completions: Sequence[Completion]) -> Speed:
-    """Speed of completions that ran together. Rates are 0 where nothing was decoded after first tokens."""
-    first = [c.ttft for c in completions if c.ttft is not None]
-    later = [c.tpot for c in completions if c.tpot is not None]
-    decoded = sum(max(0, len(c.ids) - 1) for c in completions)
-    span = max((c.seconds for c in completions), default=0.0) - min(first, default=0.0)
-    return Speed(
-        output_tokens=sum(len(c.ids) for c in completions),
-        prompt_tokens=sum(c.prompt_tokens for c in completions),
-        ttft=sum(first) / len(first) if first else 0.0,
-        tpot=sum(later) / len(later) if later else 0.0,
-        decode_rate=decoded / span if span > 0 else 0.0,
-    )

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.box import SIMPLE
@@ -25,7 +26,8 @@ from .contestants import transformers_generate
 from .draft import acceptance, tokens_per_pass
 from .model.cache import Cache
 from .model.load import data_folder, find, load
-from .model.passes import Pass, Span
+from .model.passes import Output, Pass, Span
+from .model.transformer import Transformer
 from .pace import Adaptive
 from .prompts import WORKLOADS, workload
 
@@ -80,16 +82,17 @@ class Bench:
         def plain(some: Prompts) -> list[Completion]:
             return decode.generate(self.model, [Request(ids, self.tokens) for ids in some], tokenizer=self.tokenizer)
 
-        def speculating(some: Prompts) -> list[Completion]:
+        def speculating(some: Prompts, model: Any = self.model) -> list[Completion]:
             requests = [Request(ids, self.tokens) for ids in some]
-            return mtp.generate(self.model, requests, drafter, length, tokenizer=self.tokenizer)
+            return mtp.generate(model, requests, drafter, length, tokenizer=self.tokenizer)
 
         groups = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
         turns = []
         for _ in range(self.repeats):
             both = [[(seconds(decoder(group))) for decoder in (plain, speculating)] for group in groups]
             turns.append((_per_token(both, 0), _per_token(both, 1)))
-        done = [speculating(group) for group in groups]
+        watching = Watching(self.model)
+        done = [speculating(group, watching) for group in groups]
         completions = [one for group in done for one in group]
         rounds = [one for completion in completions for one in completion.rounds]
         plain_passes = sum(max(len(one.ids) for one in group) - 1 for group in done)
@@ -97,38 +100,60 @@ class Bench:
         return Cell(
             name, length, batch, what, tokens_per_pass(completions), acceptance(completions), turns,
             draft_cost=statistics.mean(one.draft_seconds for one in rounds) / statistics.median(plain for plain, _ in turns),
-            verify_cost=self._mean_verify_cost([1 + one.drafted for one in rounds], batch, context),
+            verify_cost=self._mean_verify_cost(watching.passes, context),
             fewer_passes=plain_passes / sum(max(len(one.rounds) for one in group) for group in done),
         )  # fmt: skip
 
-    def _mean_verify_cost(self, widths: Sequence[int], rows: int, context: int) -> float:
-        """Over rounds of these widths. One row has them one after the other; rows that share passes have their mean."""
-        if rows == 1:
-            return statistics.mean(self.verify_cost(width, rows, context) for width in widths)
-        low, share = divmod(statistics.mean(widths), 1)
-        less, more = (self.verify_cost(int(low) + step, rows, context) for step in (0, 1))
-        return less + share * (more - less)
+    def _mean_verify_cost(self, passes: Sequence[Pass], context: int) -> float:
+        """Over these passes, the prompts' left out. Rows that share one count with their mean width."""
+        later = [pass_ for pass_ in passes if all(span.start for span in pass_.spans)]
+        if any(len(pass_.spans) > 1 for pass_ in later):
+            rows = max(len(pass_.spans) for pass_ in later)
+            low, share = divmod(statistics.mean(span.count for pass_ in later for span in pass_.spans), 1)
+            less, more = (self.verify_cost(int(low) + step, rows, context) for step in (0, 1))
+            return less + share * (more - less)
+        shapes = [pass_.parents[0] if pass_.parents else range(-1, pass_.spans[0].count - 1) for pass_ in later]
+        return statistics.mean(self.verify_cost(len(shape), 1, context, tuple(shape)) for shape in shapes)
 
-    def verify_cost(self, width: int, rows: int, context: int, repeats: int = 25) -> float:
-        """How many passes over one token of each row a pass over `width` takes, logits included, behind `context` tokens."""
-        key = (width, rows, context // 64)
+    def verify_cost(self, width: int, rows: int, context: int, parents: tuple[int, ...] | None = None, repeats: int = 25) -> float:
+        """How many passes over one token of each row a pass over `width` takes, logits included, behind `context` tokens.
+
+        parents: of the tree that the tokens are; None: a chain.
+        """
+        if parents == tuple(range(-1, width - 1)):
+            parents = None
+        key = (width, rows, context // 64, parents)
         if key not in self._verify_costs:
             cache, taken = self.model.new_cache(rows, context + width), []
             cache.tokens = [[0] * context for _ in range(rows)]  # as if they were there
             for _ in range(repeats):
-                taken.append(self._pass_seconds(width, rows, context, cache) / self._pass_seconds(1, rows, context, cache))
+                wide = self._pass_seconds(width, rows, context, cache, parents)
+                taken.append(wide / self._pass_seconds(1, rows, context, cache))
             self._verify_costs[key] = statistics.median(taken)
         return self._verify_costs[key]
 
-    def _pass_seconds(self, width: int, rows: int, context: int, cache: Cache) -> float:
-        ids, spans = (
-            torch.arange(rows * width) % self.model.config.vocabulary,
-            tuple(Span(row, context, width) for row in range(rows)),
-        )
+    def _pass_seconds(self, width: int, rows: int, context: int, cache: Cache, parents: tuple[int, ...] | None = None) -> float:
+        ids = torch.arange(rows * width) % self.model.config.vocabulary
+        spans = tuple(Span(row, context, width) for row in range(rows))
         started = time.perf_counter()
         with torch.inference_mode():
-            self.model(Pass(ids, spans, tuple(range(len(ids)))), cache).logits.argmax(-1).tolist()
+            pass_ = Pass(ids, spans, tuple(range(len(ids))), parents=None if parents is None else (parents,) * rows)
+            self.model(pass_, cache).logits.argmax(-1).tolist()
         return time.perf_counter() - started
+
+
+class Watching:
+    """A model that keeps the passes it ran."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.passes = model, []  # type: ignore[var-annotated]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, pass_: Pass, cache: Cache) -> Output:
+        self.passes.append(pass_)
+        return self.model(pass_, cache)
 
 
 def seconds(completions: Sequence[Completion]) -> tuple[float, int]:

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
-from .batch import Batch, Completion, Fresh, Request, Row, Speed, speed
+from .batch import Batch, Completion, Fresh, Request, Row
 from .model.cache import Cache
 from .model.passes import Output, Pass
 from .model.sampling import Sampling
 from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
+from .speed import Speed, speed
 
 __all__ = [
     "Batch", "Completion", "Fresh", "Pass", "Request", "Sampling", "Speed", "fresh", "generate", "run", "speed", "start", "steps",

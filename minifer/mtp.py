@@ -176,7 +176,9 @@ def verify(
     """
     rows, started = batch.going, time.perf_counter()
     repeated = [row for at, row in zip(batch.active, rows) for _ in range(1 + len(draft.ids[at]))]
-    logits = batch.adjusted(output.logits, repeated, [path for at in batch.active for path in ([], *draft.paths(at))])  # [W, V]
+    adjusted = any(row.is_adjusted for row in rows)
+    paths = [path for at in batch.active for path in ([], *draft.paths(at))] if adjusted else None
+    logits = batch.adjusted(output.logits, repeated, paths)  # [W, V]
     simple = rule is None and all(row.sampling.greedy for row in rows)
     said = iter(logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated]))
     times = (times[0], times[1] + time.perf_counter() - started)

@@ -99,9 +99,9 @@ class Medusa(Drafter):
             hidden = output.hidden[[settled.kept[at][-1] for at in rows]]  # [A, D]
             guesses = [head(hidden).topk(self._ranks).indices.cpu() for head in self.heads.each[: self.draft_length]]
         place = {path: node for node, path in enumerate(paths)}
-        for node, path in enumerate(paths):
-            found[rows, 0, node] = guesses[len(path) - 1][:, path[-1]]
-            found[rows, 1, node] = place.get(path[:-1], -1)
+        heads, ranks = [len(path) - 1 for path in paths], [path[-1] for path in paths]
+        found[rows, 0] = torch.stack(guesses, 1)[:, heads, ranks]  # of [A, K, ranks], a guess a node
+        found[rows, 1] = torch.tensor([place.get(path[:-1], -1) for path in paths])
         return found
 
     def _paths(self, draft_length: int) -> list[Branch]:

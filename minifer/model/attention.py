@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from .cache import Cache
 from .passes import Pass, Span, depths
@@ -97,18 +98,21 @@ def _view(span: Span, window: int | None) -> View:
 
 def _tree_view(span: Span, parents: tuple[int, ...], window: int | None) -> View:
     """In a tree a token sees the context, its ancestors and itself. Its slot in the cache is not its position."""
-    mask = torch.zeros(span.count, span.start + span.count, dtype=torch.bool)
+    mask = F.pad(_ancestors(parents), (span.start, 0), value=True)
+    if window is not None:  # ancestors can be out of a short window too
+        positions = torch.tensor(depths(parents)) + span.start
+        mask &= torch.cat([torch.arange(span.start), positions]) > positions[:, None] - window
+    return View(0, Visible(mask=mask[None]))
+
+
+@lru_cache(maxsize=64)  # one shape of tree is verified again and again
+def _ancestors(parents: tuple[int, ...]) -> torch.Tensor:
+    """bool [Q, Q]: whether a token is another's ancestor, or itself. Not to be written to."""
+    seen = torch.eye(len(parents), dtype=torch.bool)
     for token, parent in enumerate(parents):
         if parent >= 0:
-            mask[token] = mask[parent]
-        mask[token, span.start + token] = True
-    positions = torch.tensor(depths(parents))[:, None] + span.start
-    context = torch.arange(span.start)
-    mask[:, : span.start] = True if window is None else context > positions - window
-    if window is not None:  # ancestors can be out of a short window too
-        drafted = positions[:, 0]
-        mask[:, span.start :] &= drafted > positions - window
-    return View(0, Visible(mask=mask[None]))
+            seen[token] |= seen[parent]
+    return seen
 
 
 def attention(

@@ -139,10 +139,10 @@ class Cache:
     def _keep(self, row: int, slots: list[int]) -> None:
         """Of the row's last span, keep only these of its tokens, moved together."""
         start = self._last_start[row]
-        source = [start + slot for slot in slots]
-        end = start + len(slots)
-        for x in (*self.keys, *self.values):
-            x[row, :, start:end] = x[row, :, source]  # the right side is a copy, so overlap does no harm
+        in_place = next((at for at, slot in enumerate(slots) if slot != at), len(slots))  # nothing before it moves
+        source, end = [start + slot for slot in slots[in_place:]], start + len(slots)
+        for x in (*self.keys, *self.values) if source else ():
+            x[row, :, start + in_place : end] = x[row, :, source]  # the right side is a copy, so overlap does no harm
         self.tokens[row] = self.tokens[row][:start] + [self._last_ids[row][slot] for slot in slots]
 
 
