@@ -99,9 +99,10 @@ def _run_tour(options: argparse.Namespace) -> int:
 
         # A technique that this model has no drafter for is shown on tiny.
         missing = [stop.name for stop in STOPS if stop not in stops_for(options.model)]
-        more = (
-            tour("tiny", DTYPES[options.dtype], options.tokens, options.prompts, picture=None, only=missing)[1:] if missing else []
-        )
+        more = []
+        if missing:
+            elsewhere = tour("tiny", DTYPES[options.dtype], options.tokens, options.prompts, picture=None, only=missing)
+            more = [result for result in elsewhere if result.name in missing]
         write([*results, *more], options.readme, f"{options.model}, {options.dtype}, greedy")
         results += more
     return 0 if all(result.exact for result in results) else 1

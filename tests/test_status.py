@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,22 @@ def test_write(tmp_path):
     path.write_text("no marks")
     with pytest.raises(ValueError, match="no place for a status table"):
         status.write([], path, "")
+
+
+def test_what_a_model_has_no_drafter_for_is_shown_on_tiny(tmp_path, monkeypatch):
+    from minifer import cli, tour
+
+    path = tmp_path / "README.md"
+    path.write_text(f"{status.BEGIN}\n{status.END}\n")
+    there = [stop for stop in stops.STOPS if stop.drafter in ("", "prompt_lookup")]
+
+    def toured(name, *_, only=None, **__):
+        held = there if only is None else [stop for stop in stops.STOPS if stop.name == stop.baseline or stop.name in only]
+        return [replace(result(stop.name, exact=name != "tiny"), model=name) for stop in held]
+
+    monkeypatch.setattr(tour, "tour", toured)
+    monkeypatch.setattr(stops, "stops_for", lambda name: tuple(there))
+    assert cli.main(["tour", "--model", "big", "--readme", str(path)]) == 1  # tiny's count as well
+    rows = [line.split("|")[1].strip() for line in path.read_text().splitlines() if line.startswith("| ")][1:]
+    assert rows == [stop.name for stop in stops.STOPS]
+    assert path.read_text().count("(tiny)") == len(stops.STOPS) - len(there) > 0
