@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,9 @@ from .model.load import data_folder, find, load
 from .model.passes import Output, Pass, Span
 from .model.transformer import Transformer
 from .pace import Adaptive
-from .prompts import WORKLOADS, workload
+from .prompts import WORKLOADS, first, workload
 
 Prompts = list[list[int]]
-Decoder = Callable[[Prompts], list[Completion]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Bench:
 
     def prompts(self, kinds: Sequence[str], each: int) -> Prompts:
         """The first `each` of each workload."""
-        return [ids for kind in kinds for ids in workload(kind).ids(self.tokenizer)[:each]]
+        return first(self.tokenizer, each, kinds)
 
     def compare(
         self, name: str, drafter: drafters.Drafter, length: int | Adaptive, prompts: Prompts, batch: int = 1, what: str = ""
@@ -89,7 +88,7 @@ class Bench:
         groups = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
         turns = []
         for _ in range(self.repeats):
-            both = [[(seconds(decoder(group))) for decoder in (plain, speculating)] for group in groups]
+            both = [[seconds(decoder(group)) for decoder in (plain, speculating)] for group in groups]
             turns.append((_per_token(both, 0), _per_token(both, 1)))
         watching = Watching(self.model)
         done = [speculating(group, watching) for group in groups]
@@ -183,8 +182,6 @@ def bench_speculation(
     """
     if tokens < 2:
         raise ValueError("a rate of tokens after the first needs two tokens at least")
-    if not 1 <= each <= 12:
-        raise ValueError(f"there are 12 prompts of each workload, not {each}")
     console = console or Console()
     bench = Bench(name, dtype, tokens, repeats)
     loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or drafters.available(name)}

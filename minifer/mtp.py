@@ -180,12 +180,14 @@ def verify(
     paths = [path for at in batch.active for path in ([], *draft.paths(at))] if adjusted else None
     logits = batch.adjusted(output.logits, repeated, paths)  # [W, V]
     simple = rule is None and all(row.sampling.greedy for row in rows)
-    said = iter(logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated]))
+    said: Any = logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated])
     times = (times[0], times[1] + time.perf_counter() - started)
     decided: list[list[int]] = [[] for _ in range(batch.rows)]
+    place = 0  # of a row's root among the wanted tokens
     for at, row in zip(batch.active, rows):
-        here, tree = [next(said) for _ in range(1 + len(draft.ids[at]))], Tree(draft, at)
-        decided[at] = greedy(tree, here) if simple else (rule or exact)(row, tree, torch.stack(here), q.get(at))
+        here, tree = said[place : place + 1 + len(draft.ids[at])], Tree(draft, at)
+        decided[at] = greedy(tree, here) if simple else (rule or exact)(row, tree, here, q.get(at))
+        place += 1 + len(draft.ids[at])
     decided.append([round(1e6 * seconds) for seconds in times])
     return torch.tensor([[*tokens, *[-1] * (width - len(tokens))] for tokens in decided])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .model.load import data_folder
@@ -25,6 +26,15 @@ class Workload:
             return [tokenizer.encode(prompt) for prompt in self.prompts]
         told = [f"{self.instruction}\n\n{prompt}".strip() for prompt in self.prompts]
         return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in told]
+
+
+def first(tokenizer: Tokenizer, each: int, kinds: Sequence[str] = WORKLOADS) -> list[list[int]]:
+    """The first `each` prompts of each of these workloads, as ids."""
+    held = [workload(kind) for kind in kinds]
+    for one in held:
+        if not 1 <= each <= len(one.prompts):
+            raise ValueError(f"there are {len(one.prompts)} prompts of each workload, not {each}")
+    return [ids for one in held for ids in one.ids(tokenizer)[:each]]
 
 
 def workload(name: str) -> Workload:

@@ -21,7 +21,7 @@ from . import viz
 from .model.load import load, look_up
 from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
-from .prompts import WORKLOADS, workload
+from .prompts import first
 from .ranks import Ranks, trace
 from .ranks.launch import a_gpu_each, cores
 from .stops import STOPS, Stop, Technique, stops_for
@@ -49,10 +49,8 @@ def tour(
     config, tokenizer = look_up(name)
     if tokens >= config.context:
         raise ValueError(f"{tokens} new tokens leave no room for a prompt in a context of {config.context}")
-    if not 1 <= per_workload <= 12:
-        raise ValueError(f"there are 12 prompts of each workload, not {per_workload}")
+    prompts = first(tokenizer, per_workload)
     _check_picture(picture)
-    prompts = [ids for kind in WORKLOADS for ids in workload(kind).ids(tokenizer)[:per_workload]]
     prompts = [ids[tokens - config.context :] for ids in prompts]
     sizes = sorted(map(len, prompts))
     shown = f"{name}, {str(dtype).removeprefix('torch.')}, {len(prompts)} prompts of {sizes[0]}–{sizes[-1]} tokens"
@@ -62,8 +60,8 @@ def tour(
         console.print(f"[yellow]other programs are busy ({load}): speeds below are not this machine's own[/]", soft_wrap=True)
     stops = [stop for stop in stops_for(name) if only is None or stop.name == stop.baseline or stop.name in only]
     watched, timed = _run_all(stops, (name, dtype), (prompts, tokens), repeats, threads, console)
-    first = STOPS[0].name
-    results = [judge(s.name, watched[s.name], timed[s.name], watched[first], timed[s.baseline], dtype) for s in stops]
+    plain = STOPS[0].name
+    results = [judge(s.name, watched[s.name], timed[s.name], watched[plain], timed[s.baseline], dtype) for s in stops]
     results = [replace(result, model=name) for result in results]
     _show(results, console)
     if picture is not None:
@@ -71,7 +69,7 @@ def tour(
         for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
             viz.timelines(panels, dark).savefig(file)
             console.print(f"[dim]what each rank did: {file}[/]", soft_wrap=True)
-    _show_one(console, tokenizer, prompts[0], watched[first][0].completions[0].ids)
+    _show_one(console, tokenizer, prompts[0], watched[plain][0].completions[0].ids)
     return results
 
 

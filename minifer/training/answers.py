@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 
 from .. import decode
@@ -24,7 +23,7 @@ from ..model.sampling import Sampling
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..prompts import workload
-from .run import same_recipe
+from .run import bars, same_recipe
 from .templates import compose_all
 
 ROWS = 64  # a batch: by then a pass costs little more than a pass over one row
@@ -71,9 +70,8 @@ def answer(
     same_recipe(work, plan)
     prompts = sorted(prompts_for(tokenizer, plan.texts, plan.seed, without), key=len)  # alike lengths share a batch
     starts = range(0, len(prompts), ROWS)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: list[Answer] = []
-    with Progress(*columns, console=console or Console(stderr=True)) as progress:
+    with bars(console or Console(stderr=True)) as progress:
         bar = progress.add_task("the target answers prompts", total=len(starts))
         for batch, start in enumerate(starts):
             file = work / f"answers-{batch:05d}.safetensors"

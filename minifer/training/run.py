@@ -86,8 +86,7 @@ def fit(
     console, optimizers = Console(stderr=True), make_optimizers(module, inside, schedule)
     step, seconds = _resume(work, module, optimizers)
     started, losses = time.perf_counter(), []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress, open(work / "log.jsonl", "a") as log:
+    with bars(console) as progress, open(work / "log.jsonl", "a") as log:
         bar = progress.add_task("training", total=schedule.steps, completed=step)
         while step < schedule.steps:
             try:
@@ -107,6 +106,12 @@ def fit(
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     return float(json.loads((work / "progress.json").read_text())["seconds"])
+
+
+def bars(console: Console) -> Progress:
+    """Progress bars of long work, with how many of how many and the time to come."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
 
 
 def same_recipe(work: Path, recipe: Any) -> None:
