@@ -71,7 +71,9 @@ def train_command(parser: argparse.ArgumentParser) -> None:
     tiny = kinds.add_parser("tiny", help="the bundled model, on this machine's Python standard library: about an hour on two cores")
     small = kinds.add_parser("drafters", help="a drafter for a model, on what that model itself says: some minutes for tiny")
     small.add_argument("--model", default="tiny", help=f"the target (default: tiny); {MODEL_HELP}")
-    small.add_argument("--kind", choices=("draft_model", "medusa"), required=True, help="a smaller model, or heads on the target")
+    small.add_argument(
+        "--kind", choices=("draft_model", "medusa", "eagle", "deepseek"), required=True, help="what to train: see minifer.drafters"
+    )
     small.add_argument("--texts", type=positive, metavar="N", help="prompts that the target answers (default: 9000)")
     for one in (tiny, small):
         one.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes (default: below ./trained)")

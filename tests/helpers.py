@@ -16,7 +16,7 @@ from minifer.drafters.drafter import Drafter, chains
 from minifer.model import weights
 from minifer.model.cache import Cache
 from minifer.model.checkpoints import SafetensorsFolder
-from minifer.model.config import read_config
+from minifer.model.families import read_config
 from minifer.model.passes import Output, Pass, Span
 from minifer.model.transformer import Transformer
 

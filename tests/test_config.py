@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers import plain_model
 
-from minifer.model.config import from_dict, read_config, to_dict
+from minifer.model.families import from_dict, read_config, to_dict
 
 LLAMA = {
     "model_type": "llama",

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minifer.model.config import from_dict
+from minifer.model.families import from_dict
 from minifer.model.rotary import Rope, angles, inverse_frequencies, rotate
 
 BASE = {

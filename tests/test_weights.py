@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import minifer
 from minifer.model import weights
 from minifer.model.checkpoints import INDEX, SafetensorsFolder
-from minifer.model.config import read_config
+from minifer.model.families import read_config
 from minifer.model.transformer import Transformer
 
 
@@ -233,7 +233,7 @@ PEAK = """
 import sys, torch, minifer
 from minifer.model import weights
 from minifer.model.checkpoints import SafetensorsFolder
-from minifer.model.config import read_config
+from minifer.model.families import read_config
 from minifer.model.transformer import Transformer
 from pathlib import Path
 

@@ -26,9 +26,8 @@ from ..batch import Batch, Row
 from ..draft import Settled
 from ..model.cache import Cache
 from ..model.passes import Output, Pass, Span
-from ..model.sampling import distributions, draw, uniform
 from ..model.transformer import Transformer
-from .drafter import GUESS, Drafter, chains
+from .drafter import Drafter, chains, pick
 
 
 class DraftModel(Drafter):
@@ -73,13 +72,8 @@ class DraftModel(Drafter):
     ) -> None:
         """One small pass: a token more for each of these rows."""
         logits = self._run(numbers, [[*row.tokens, *drafts[at]] for at, row in zip(numbers, rows)])  # [A, U]
-        if all(row.sampling.greedy for row in rows):
-            chosen = logits.argmax(-1).tolist()
-        else:
-            q = distributions(logits, [row.sampling for row in rows])  # [A, U]
-            chosen = draw(
-                q, [uniform(row.seed, len(row.tokens) + len(drafts[at]), GUESS) for at, row in zip(numbers, rows)]
-            ).tolist()
+        chosen, q = pick(rows, logits, [len(row.tokens) + len(drafts[at]) for at, row in zip(numbers, rows)])
+        if q is not None:
             for at, distribution in zip(numbers, F.pad(q, (0, self.vocabulary - self.common))):
                 if at in drawn:
                     drawn[at].append(distribution)

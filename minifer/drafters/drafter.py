@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import torch
 
-from ..batch import Batch
+from ..batch import Batch, Row
 from ..draft import Settled
 from ..model.passes import Output
+from ..model.sampling import distributions, draw, uniform
 
 Self = TypeVar("Self", bound="Drafter")
 GUESS = 2000  # the stream of random numbers that a first child is drawn with; its siblings have the next streams
@@ -70,3 +71,14 @@ def chains(drafts: dict[int, list[int]], rows: int, length: int) -> torch.Tensor
     for row, tokens in drafts.items():
         found[row, 0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     return found
+
+
+def pick(rows: Sequence[Row], logits: torch.Tensor, places: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
+    """A drafted token for each of these rows from a drafter's logits [A, U], and what they were drawn from [A, U].
+
+    places: in its row's text, of each token. Greedy rows get the likeliest; if all are greedy nothing is drawn, and there is no q.
+    """
+    if all(row.sampling.greedy for row in rows):
+        return logits.argmax(-1).tolist(), None
+    q = distributions(logits, [row.sampling for row in rows])
+    return draw(q, [uniform(row.seed, place, GUESS) for row, place in zip(rows, places)]).tolist(), q

@@ -116,13 +116,13 @@ def _ancestors(parents: tuple[int, ...]) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float | None = None, cap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention and its log-sum-exp.
 
     q: [B, H, Q, h]. k: [B, K, S, h], v: [B, K, S, hv], H a multiple of K; query head i reads key/value head i // (H/K).
-    scale: of the scores, h^-1/2 by default. Returns out [B, H, Q, hv] in q's dtype and lse [B, H, Q] in float32 at least;
-    a query that sees nothing gives 0 and -inf.
+    scale: of the scores, h^-1/2 by default. cap: scores are bent to cap * tanh(score / cap). Returns out [B, H, Q, hv] in q's
+    dtype and lse [B, H, Q] in float32 at least; a query that sees nothing gives 0 and -inf.
     """
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
@@ -131,13 +131,13 @@ def attention(
         q = q.reshape(batch, k.shape[1], group * queries, q.shape[-1])
     elif group > 1:
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and cap is None:
         # The kernel under `scaled_dot_product_attention` on the CPU, called by name because only so it hands out its lse.
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         bias = visible.bias(group, q.dtype, q.device)
         out, lse = kernel(q, k, v, 0.0, visible.causal, attn_mask=bias, scale=scale)
     else:
-        out, lse = _plain(q, k, v, visible.causal, visible.grouped(group, q.device), scale)
+        out, lse = _plain(q, k, v, visible.causal, visible.grouped(group, q.device), scale, cap)
     if visible.leaves_some_blind:
         mask = visible.grouped(group, q.device)
         assert mask is not None
@@ -147,11 +147,19 @@ def attention(
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, in float32 at least: scores, their log-sum-exp, the weighted sum. Any device, any head widths."""
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(exact) * (scale or q.shape[-1] ** -0.5)  # [B, H, Q, S]
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
@@ -234,27 +242,29 @@ def _padded(pass_: Pass, window: int | None) -> Call:
 
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     pass_: Pass,
     cache: Cache | None,
     layer: int,
     window: int | None = None,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Store the pass's keys and values in the cache's `layer` and let each token see what it may.
 
-    q: [N, H, h], k: [N, K, h], v: [N, K, hv] -> [N, H, hv]. Without a cache (training, a single look at a text) every span
-    must start at 0 and sees the keys of the pass itself.
+    q: [N, H, h], k: [N, K, h], v: [N, K, hv] -> [N, H, hv]. k and v None: the cache has them already. Without a cache (training,
+    a single look at a text) every span must start at 0 and sees the keys of the pass itself.
     """
-    if cache is not None:
+    if cache is not None and k is not None and v is not None:
         cache.append(layer, pass_, k, v)
     results = []
     for call in pass_.once(("attention", window), lambda: calls(pass_, window, alone=cache is None)):
         if cache is None:
+            assert k is not None and v is not None
             keys, values = (call.by_row(x)[:, :, call.first :] for x in (k, v))
         else:
             keys, values = cache.read(layer, call.rows, call.first, call.end)
-        out, _ = attention(call.by_row(q), keys, values, call.visible, scale)  # [B, H, Q, hv]
+        out, _ = attention(call.by_row(q), keys, values, call.visible, scale, cap)  # [B, H, Q, hv]
         results.append(call.flat(out))
     return results[0] if len(results) == 1 else torch.cat(results)

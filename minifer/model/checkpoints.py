@@ -16,7 +16,7 @@ from .config import read_json
 from .weights import Box
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-READABLE = {"F64", "F32", "F16", "BF16"}
+READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # the last two for lists of ids, which some drafters have
 REOPEN_BYTES = 32 << 20
 
 

@@ -38,6 +38,15 @@ class Linear(nn.Module):
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """The matrix [out, in], also where it is packed: then as a copy."""
+        if self.weight is not None:
+            return self.weight.detach()
+        assert self.packed is not None
+        unit = torch.eye(self.packed.shape[1], dtype=self.packed.dtype, device=self.packed.device)
+        return torch.ops.mkldnn._linear_pointwise.default(unit, self.packed, None, "none", [], "").t()
+
     def pack(self) -> int:
         """Keep the matrix in oneDNN's layout instead of in rows, where that can be. Returns the bytes of the new copy."""
         if self.weight is None or not packs(self.weight):
@@ -57,6 +66,16 @@ def fuse(parts: Sequence[Linear]) -> Linear:
     fused.bias = stack(biases) if biases else None
     fused.packed = None
     return fused
+
+
+def linear_of(weight: torch.Tensor, pack: bool = True) -> Linear:
+    """A Linear of numbers that are there already [out, in]. pack: where that pays."""
+    made = Linear.__new__(Linear)
+    nn.Module.__init__(made)
+    made.weight, made.bias, made.packed = nn.Parameter(weight, requires_grad=False), None, None
+    if pack:
+        made.pack()
+    return made
 
 
 def packs(weight: torch.Tensor) -> bool:

@@ -26,7 +26,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from . import tokenizer as tokenizers
 from . import weights
 from .checkpoints import SafetensorsFolder
-from .config import Config, read_config
+from .config import Config
+from .families import read_config
 from .gguf import GGUFFile
 from .tokenizer import Tokenizer
 from .transformer import Transformer

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from .cache import Cache
     from .transformer import Transformer
 
 
@@ -108,7 +109,8 @@ class Output:
     """What a pass gave.
 
     hidden: [W, D] after the last norm, of the wanted tokens; None on a rank that does not hold the last layer.
-    states: {layer number: [N, D]}, what came out of the layers that the pass asked for.
+    states: {layer number: [N, D]}, what came out of the layers that the pass asked for. cache: in which the pass left its keys
+    and values.
     """
 
     def __init__(
@@ -117,8 +119,9 @@ class Output:
         pass_: Pass,
         hidden: torch.Tensor | None = None,
         states: dict[int, torch.Tensor] | None = None,
+        cache: Cache | None = None,
     ) -> None:
-        self.model, self.pass_, self.hidden, self.states = model, pass_, hidden, states
+        self.model, self.pass_, self.hidden, self.states, self.cache = model, pass_, hidden, states, cache
         self.finished = time.perf_counter()  # whoever is shown something before the loop goes on may take its time
 
     @cached_property

@@ -17,105 +17,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .attention import attend
 from .cache import Cache
 from .config import Config
-from .linear import Linear, fuse
+from .layers import Hidden, Layer, Norm, scaled
+from .linear import Linear
 from .passes import Output, Pass
-from .rotary import angles, rotate
 from .weights import declare, tensors_of
-
-Hidden = torch.Tensor  # [N, D]
-
-
-class Norm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32 at least."""
-
-    def __init__(self, name: str, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = declare((f"{name}.weight", (width,))), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Project to queries, keys and values, turn them by their positions, attend over the cache, project back."""
-
-    def __init__(self, config: Config, number: int) -> None:
-        super().__init__()
-        name = f"model.layers.{number}.self_attn"
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.rope, self.window = config.rope, config.windows[number]
-        self.q = Linear(f"{name}.q_proj", self.heads * self.head_dim, config.width, config.qkv_bias)
-        self.k = Linear(f"{name}.k_proj", self.kv_heads * self.head_dim, config.width, config.qkv_bias)
-        self.v = Linear(f"{name}.v_proj", self.kv_heads * self.head_dim, config.width, config.qkv_bias)
-        self.o = Linear(f"{name}.o_proj", config.width, self.heads * self.head_dim, config.output_bias)
-        self.q_norm = Norm(f"{name}.q_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = Norm(f"{name}.k_norm", self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.qkv: Linear | None = None  # q, k and v as one
-
-    def fuse(self) -> None:
-        """Make one (still empty) matrix of q, k and v."""
-        self.qkv = fuse([self.q, self.k, self.v])
-        del self.q, self.k, self.v
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """(K, h): what this layer stores of a token, once for keys and once for values."""
-        return self.kv_heads, self.head_dim
-
-    def forward(self, x: Hidden, pass_: Pass, cache: Cache | None, index: int) -> Hidden:
-        flat = torch.cat([self.q(x), self.k(x), self.v(x)], -1) if self.qkv is None else self.qkv(x)
-        heads = flat.unflatten(-1, (-1, self.head_dim))  # [N, H + 2 K, h]
-        turning, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = turning.split([self.heads, self.kv_heads], 1)
-            turning = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
-        cos, sin = pass_.once(
-            ("rotary", self.rope, self.head_dim, turning.dtype, x.device),
-            lambda: angles(self.rope, self.head_dim, pass_.positions.to(x.device), turning.dtype),
-        )
-        q, k = rotate(turning, cos, sin).split([self.heads, self.kv_heads], 1)
-        return self.o(attend(q, k, v, pass_, cache, index, self.window).flatten(1))
-
-
-class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, config: Config, number: int) -> None:
-        super().__init__()
-        name = f"model.layers.{number}.mlp"
-        self.gate = Linear(f"{name}.gate_proj", config.inner, config.width, config.mlp_bias)
-        self.up = Linear(f"{name}.up_proj", config.inner, config.width, config.mlp_bias)
-        self.down = Linear(f"{name}.down_proj", config.width, config.inner, config.mlp_bias)
-        self.gate_up: Linear | None = None  # both as one
-
-    def fuse(self) -> None:
-        """Make one (still empty) matrix of gate and up."""
-        self.gate_up = fuse([self.gate, self.up])
-        del self.gate, self.up
-
-    def forward(self, x: Hidden) -> Hidden:
-        gate, up = (self.gate(x), self.up(x)) if self.gate_up is None else self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)). `number`: its place in the whole model."""
-
-    def __init__(self, config: Config, number: int) -> None:
-        super().__init__()
-        name = f"model.layers.{number}"
-        self.number = number
-        self.attention_norm = Norm(f"{name}.input_layernorm", config.width, config.norm_eps)
-        self.attention = Attention(config, number)
-        self.feed_forward_norm = Norm(f"{name}.post_attention_layernorm", config.width, config.norm_eps)
-        self.feed_forward = FeedForward(config, number)
-
-    def forward(self, x: Hidden, pass_: Pass, cache: Cache | None, index: int) -> Hidden:
-        x = x + self.attention(self.attention_norm(x), pass_, cache, index)
-        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Embedding(nn.Module):
@@ -124,9 +31,15 @@ class Embedding(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.weight = declare(("model.embed_tokens.weight", (config.vocabulary, config.width)))
+        self.scale = config.embedding_scale
+
+    def embed(self, ids: torch.Tensor) -> Hidden:
+        """[N] -> [N, D]"""
+        return scaled(F.embedding(ids.to(self.weight.device), self.weight), self.scale)
 
     def forward(self, pass_: Pass) -> tuple[Hidden, list[torch.Tensor]]:
-        return F.embedding(pass_.ids.to(self.weight.device), self.weight), []
+        hidden = pass_.shared["embedded"] = self.embed(pass_.ids)
+        return hidden, []
 
 
 class Head(nn.Module):
@@ -134,7 +47,7 @@ class Head(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.norm = Norm("model.norm", config.width, config.norm_eps)
+        self.norm = Norm("model.norm", config)
         name = "model.embed_tokens" if config.tied else "lm_head"
         self.linear = Linear(name, config.vocabulary, config.width)
 
@@ -150,12 +63,15 @@ class Chunk(nn.Module):
     def __init__(self, entrance: nn.Module, layers: Sequence[Layer], exit: nn.Module, first_slot: int = 0) -> None:
         super().__init__()
         self.entrance, self.layers, self.exit = entrance, nn.ModuleList(layers), exit
-        self.first_slot = first_slot
+        own = [layer.number for layer in layers if layer.attention.keys_of is None]
+        place = {number: slot for slot, number in enumerate(own, first_slot)}
+        # Of each layer, the cache layer that it reads: its own, or that of the layer whose keys and values it reads.
+        self.slots = [place[layer.number if layer.attention.keys_of is None else layer.attention.keys_of] for layer in layers]
 
     def forward(self, pass_: Pass, cache: Cache | None) -> tuple[torch.Tensor | None, dict[int, torch.Tensor] | None]:
         hidden, states = self.entrance(pass_)
-        for index, layer in enumerate(self.layers, self.first_slot):
-            hidden = layer(hidden, pass_, cache, index)
+        for slot, layer in zip(self.slots, self.layers):
+            hidden = layer(hidden, pass_, cache, slot)
             if layer.number in pass_.states:
                 states.append(hidden)
         return self.exit(hidden, states, pass_)
@@ -208,12 +124,26 @@ class Transformer(nn.Module):
             given = chunk(pass_, cache)
         if cache is not None:
             cache.commit(pass_)
-        return Output(self, pass_, *given)
+        return Output(self, pass_, *given, cache)
+
+    @property
+    def head(self) -> Head:
+        """The exit of its last layer. On the ranks that hold it."""
+        assert isinstance(self.chunks[-1].exit, Head), "this rank holds no head"
+        return self.chunks[-1].exit
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[W, D] -> [W, V] in float32 at least."""
-        logits = self.chunks[-1].exit.linear(hidden)  # type: ignore[union-attr, operator]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.bent(self.head.linear(hidden))
+
+    def bent(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a head gives, as logits: in float32 at least, and below the cap if the model has one."""
+        logits, cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_cap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def embed(self, ids: torch.Tensor) -> Hidden:
+        """[N] -> [N, D], as the first layer is given them. On the ranks that hold the embedding."""
+        return self.chunks[0].entrance.embed(ids)  # type: ignore[union-attr, operator]
 
     def fuse(self) -> Transformer:
         """Of the empty model, after every technique has taken its part: matrices that read the same become one."""
@@ -238,5 +168,5 @@ class Transformer(nn.Module):
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for the layers and heads that this rank runs."""
-        shapes = [layer.attention.cache_shape for layer in self.layers]
+        shapes = [layer.attention.cache_shape for layer in self.layers if layer.attention.keys_of is None]
         return Cache(shapes, rows, capacity, self.dtype, self.device)

@@ -93,7 +93,8 @@ def tensors_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {}
     for parameter in model.parameters():
         for piece in pieces_of(parameter):
-            sizes[piece.name] = tuple(stop for _, stop in piece.source)
+            held = sizes.get(piece.name, (0,) * len(piece.source))
+            sizes[piece.name] = tuple(max(stop, size) for (_, stop), size in zip(piece.source, held))
     return sizes
 
 

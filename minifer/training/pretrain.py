@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from ..model import weights
-from ..model.config import Config, to_dict
+from ..model.config import Config
+from ..model.families import to_dict
 from ..model.passes import Pass, Span
 from ..model.rotary import Rope
 from ..model.transformer import Transformer

@@ -1,0 +1,137 @@
+"""From a name or a folder to a drafter of a target.
+
+A folder holds a smaller model (config.json, as any model), or what `minifer train drafters` writes: drafter.json says what it is
+and for which sizes, model.safetensors holds its numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model import weights
+from ..model.checkpoints import SafetensorsFolder
+from ..model.config import read_json
+from ..model.families import read_config
+from ..model.linear import Linear
+from ..model.load import data_folder
+from ..model.tokenizer import Tokenizer
+from ..model.tokenizer import from_folder as tokenizer_from_folder
+from ..model.transformer import Transformer
+from .combined import Combined
+from .deepseek import DeepSeek
+from .draft_model import DraftModel
+from .drafter import Drafter
+from .eagle import Eagle, EagleDrafter
+from .medusa import Heads, Medusa
+from .prompt_lookup import PromptLookup
+from .recurrent import Recurrent, Shared
+
+KINDS = ("prompt_lookup", "draft_model", "medusa", "eagle", "deepseek")
+
+
+def available(model: str) -> list[str]:
+    """The drafters that come with minifer for the model of this name."""
+    return [kind for kind in KINDS if kind == "prompt_lookup" or (data_folder() / model / kind).is_dir()]
+
+
+def load(name: str | Path, target: Transformer, tokenizer: Tokenizer | None = None) -> Drafter:
+    """A drafter for this target: the bundled one of that kind, or the one in a folder; two of them joined by a plus.
+
+    A folder holds what `minifer train drafters` writes, or any smaller model of a Hugging Face layout. tokenizer: the target's;
+    a model with another one is refused. Raises ValueError or FileNotFoundError naming what does not fit.
+    """
+    first, plus, then = str(name).partition("+")
+    if plus and not Path(name).is_dir():
+        return Combined(load(first, target, tokenizer), load(then, target, tokenizer))
+    if name == "prompt_lookup":
+        return PromptLookup()
+    folder = Path(name)
+    if str(name) in KINDS:
+        folder = data_folder() / target.name / str(name)
+        if not target.name or not folder.is_dir():
+            have = f"{target.name or 'this model'} (there are: {', '.join(available(target.name))})"
+            raise FileNotFoundError(f"no {name} is bundled for {have}; a folder of one would do")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no drafter {str(name)!r}: neither one of {', '.join(KINDS)} nor a folder")
+    if (folder / "drafter.json").is_file():
+        return _trained(folder, target)
+    return _draft_model(folder, target, tokenizer)
+
+
+def _draft_model(folder: Path, target: Transformer, tokenizer: Tokenizer | None) -> DraftModel:
+    model, checkpoint, common = Transformer(read_config(folder)), SafetensorsFolder(folder), None
+    if tokenizer is not None and (folder / "tokenizer.json").is_file():
+        own = tokenizer_from_folder(folder)
+        if own.core.get_vocab() != tokenizer.core.get_vocab():
+            sizes = f"{own.vocabulary} tokens, the target's {tokenizer.vocabulary}"
+            raise ValueError(f"the draft model in {folder} has another tokenizer: {sizes}, and they do not mean the same")
+        common = own.vocabulary
+    drafter = DraftModel(model, target, common)
+    weights.check(model.tensors, checkpoint, ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.config.tied else ())))
+    weights.fill(model.fuse(), checkpoint, target.dtype, target.device)
+    model.finish()
+    return drafter
+
+
+def _trained(folder: Path, target: Transformer) -> Drafter:
+    about, checkpoint = read_json(folder / "drafter.json"), SafetensorsFolder(folder)
+    kind, made = about.get("drafter"), {"medusa": _medusa, "eagle": _eagle, "deepseek": _deepseek}
+    if kind not in made:
+        raise ValueError(f"{folder / 'drafter.json'} describes a drafter {kind!r}; known: {', '.join(made)}")
+    sizes, theirs = (about.get("width"), about.get("vocabulary")), (target.config.width, target.config.vocabulary)
+    if sizes != theirs:
+        raise ValueError(f"the drafter in {folder} is for a target of width and vocabulary {sizes}, this one has {theirs}")
+    return made[kind](_Said(folder / "drafter.json", about), checkpoint, target)
+
+
+class _Said:
+    """What a drafter.json says, asked for by key."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path, self.about = path, about
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.about:
+            raise ValueError(f"{self.path} does not say: {key}")
+        return self.about[key]
+
+
+def _medusa(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> Medusa:
+    heads = Heads(said["heads"], said["width"], said["vocabulary"])
+    drafter = Medusa(heads, target, [tuple(path) for path in said["tree"]])
+    _fill(heads, checkpoint, target)
+    return drafter
+
+
+def _eagle(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> EagleDrafter:
+    module = Eagle(Shared(target, _drafted(checkpoint)), len(said["reads"]))
+    module.attention.fuse()
+    module.feed_forward.fuse()
+    _fill(module, checkpoint, target)
+    return EagleDrafter(module, said["reads"], said["size"], said["beam"])
+
+
+def _deepseek(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> Recurrent:
+    module = DeepSeek(Shared(target, _drafted(checkpoint)))
+    module.layer.attention.fuse()
+    module.layer.feed_forward.fuse()
+    _fill(module, checkpoint, target)
+    return Recurrent(module, said["reads"])
+
+
+def _drafted(checkpoint: SafetensorsFolder) -> torch.Tensor | None:
+    """The ids of a reduced vocabulary, which the checkpoint holds beside the weights."""
+    size = checkpoint.shapes.get("ids")
+    return None if size is None else checkpoint.read("ids", ((0, size[0]),)).long()
+
+
+def _fill(module: nn.Module, checkpoint: SafetensorsFolder, target: Transformer) -> None:
+    weights.check(weights.tensors_of(module), checkpoint, may_be_extra=("ids",))
+    weights.fill(module, checkpoint, target.dtype, target.device)
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.pack()
