@@ -72,7 +72,10 @@ def train_command(parser: argparse.ArgumentParser) -> None:
     small = kinds.add_parser("drafters", help="a drafter for a model, on what that model itself says: some minutes for tiny")
     small.add_argument("--model", default="tiny", help=f"the target (default: tiny); {MODEL_HELP}")
     small.add_argument(
-        "--kind", choices=("draft_model", "medusa", "eagle", "deepseek"), required=True, help="what to train: see minifer.drafters"
+        "--kind",
+        choices=("draft_model", "medusa", "eagle", "deepseek", "gemma"),
+        required=True,
+        help="what to train: see minifer.drafters",
     )
     small.add_argument("--texts", type=positive, metavar="N", help="prompts that the target answers (default: 9000)")
     for one in (tiny, small):

@@ -9,6 +9,7 @@ What each needs of a target whose layers or ranks are apart, for each row and pa
 | Medusa | hidden state of the last kept token, D | last stage of a pipeline, each rank of a tensor group | replicated | nothing |
 | EAGLE | states of its layers for all tokens, D each; embedding; rows of its head | where the output is | replicated | the states |
 | DeepSeek | states of the last layer for all tokens, D; embedding; head | where the output is | replicated | nothing |
+| Gemma | keys and values of two of its layers; hidden state, D; embedding | where those layers are | replicated | nothing |
 
 A draft is 8 bytes for each id and each parent, agreed like every decision.
 """
@@ -18,6 +19,7 @@ from .deepseek import DeepSeek
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle import Eagle, EagleDrafter
+from .gemma import Gemma, GemmaDrafter
 from .loading import KINDS, available, load
 from .medusa import Medusa
 from .prompt_lookup import PromptLookup
@@ -31,6 +33,8 @@ __all__ = [
     "Drafter",
     "Eagle",
     "EagleDrafter",
+    "Gemma",
+    "GemmaDrafter",
     "Medusa",
     "PromptLookup",
     "Recurrent",

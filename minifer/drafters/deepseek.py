@@ -24,7 +24,8 @@ import torch
 from ..model.layers import Layer, Norm
 from ..model.linear import Linear
 from ..model.passes import Pass
-from .recurrent import Module, Shared
+from .chained import Shared
+from .recurrent import Module
 
 
 class DeepSeek(Module):

@@ -30,7 +30,8 @@ from ..batch import Batch
 from ..model.layers import Attention, FeedForward, Norm
 from ..model.linear import Linear
 from ..model.passes import Pass, Span
-from .recurrent import Module, Recurrent, Shared
+from .chained import Shared
+from .recurrent import Module, Recurrent
 
 
 class Eagle(Module):

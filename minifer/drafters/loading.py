@@ -1,11 +1,12 @@
 """From a name or a folder to a drafter of a target.
 
-A folder holds a smaller model (config.json, as any model), or what `minifer train drafters` writes: drafter.json says what it is
-and for which sizes, model.safetensors holds its numbers.
+A folder holds a smaller model (config.json, as any model), Gemma 4's assistant as it is published, or what `minifer train drafters`
+writes: drafter.json says what it is and for which sizes, model.safetensors holds its numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,33 @@ from ..model import weights
 from ..model.checkpoints import SafetensorsFolder
 from ..model.config import read_json
 from ..model.families import read_config
+from ..model.gemma import from_dict as gemma_config
+from ..model.keys import need, refuse_unknown
 from ..model.linear import Linear
 from ..model.load import data_folder
 from ..model.tokenizer import Tokenizer
 from ..model.tokenizer import from_folder as tokenizer_from_folder
 from ..model.transformer import Transformer
+from .chained import Shared
 from .combined import Combined
 from .deepseek import DeepSeek
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle import Eagle, EagleDrafter
+from .gemma import Gemma, GemmaDrafter
 from .medusa import Heads, Medusa
 from .prompt_lookup import PromptLookup
-from .recurrent import Recurrent, Shared
+from .recurrent import Recurrent
 
-KINDS = ("prompt_lookup", "draft_model", "medusa", "eagle", "deepseek")
+KINDS = ("prompt_lookup", "draft_model", "medusa", "eagle", "deepseek", "gemma")
+
+ORDER = "masked_embedding.token_ordering"
+ASSISTANT_KEYS = frozenset(
+    """
+    backbone_hidden_size centroid_intermediate_top_k num_centroids text_config tie_word_embeddings use_ordered_embeddings
+    """.split()
+)
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def available(model: str) -> list[str]:
@@ -59,6 +72,8 @@ def load(name: str | Path, target: Transformer, tokenizer: Tokenizer | None = No
         raise FileNotFoundError(f"no drafter {str(name)!r}: neither one of {', '.join(KINDS)} nor a folder")
     if (folder / "drafter.json").is_file():
         return _trained(folder, target)
+    if str(read_json(folder / "config.json").get("model_type")) in ASSISTANTS:
+        return _gemma(folder, target)
     return _draft_model(folder, target, tokenizer)
 
 
@@ -123,15 +138,48 @@ def _deepseek(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -
     return Recurrent(module, said["reads"])
 
 
+def _gemma(folder: Path, target: Transformer) -> GemmaDrafter:
+    raw, checkpoint = read_json(folder / "config.json"), SafetensorsFolder(folder)
+    refuse_unknown(raw, ASSISTANT_KEYS, ())
+    config = gemma_config(raw, drafter=True)
+    sizes, theirs = (raw.get("backbone_hidden_size"), config.vocabulary), (target.config.width, target.config.vocabulary)
+    if sizes != theirs:
+        raise ValueError(f"the drafter in {folder} is for a target of width and vocabulary {sizes}, this one has {theirs}")
+    clusters = None
+    if raw.get("use_ordered_embeddings"):
+        clusters = need(raw, "num_centroids", 2048), need(raw, "centroid_intermediate_top_k", 32)
+        if config.vocabulary % clusters[0] or clusters[1] > clusters[0]:
+            raise ValueError(
+                f"{clusters[1]} of {clusters[0]} clusters of a vocabulary of {config.vocabulary}: they are of one size"
+            )
+    module = Gemma(Shared(target), config, clusters)
+    for layer in module.each:
+        layer.attention.fuse()
+        layer.feed_forward.fuse()
+    # A head of clusters is looked up row by row, so it stays in rows.
+    _fill(module, checkpoint, target, ("lm_head.weight", ORDER), unpacked=() if clusters is None else (module.head,))
+    if clusters is not None:
+        if ORDER not in checkpoint.shapes:
+            raise ValueError(f"{folder} has clusters of tokens, but does not say which: {ORDER}")
+        module.members = checkpoint.read(ORDER, ((0, config.vocabulary),)).long().view(clusters[0], -1)
+    return GemmaDrafter(module)
+
+
 def _drafted(checkpoint: SafetensorsFolder) -> torch.Tensor | None:
     """The ids of a reduced vocabulary, which the checkpoint holds beside the weights."""
     size = checkpoint.shapes.get("ids")
     return None if size is None else checkpoint.read("ids", ((0, size[0]),)).long()
 
 
-def _fill(module: nn.Module, checkpoint: SafetensorsFolder, target: Transformer) -> None:
-    weights.check(weights.tensors_of(module), checkpoint, may_be_extra=("ids",))
+def _fill(
+    module: nn.Module,
+    checkpoint: SafetensorsFolder,
+    target: Transformer,
+    may_be_extra: Sequence[str] = ("ids",),
+    unpacked: Sequence[Linear] = (),
+) -> None:
+    weights.check(weights.tensors_of(module), checkpoint, may_be_extra)
     weights.fill(module, checkpoint, target.dtype, target.device)
     for part in module.modules():
-        if isinstance(part, Linear):
+        if isinstance(part, Linear) and part not in unpacked:
             part.pack()

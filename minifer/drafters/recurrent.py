@@ -13,7 +13,7 @@ have left there. So what is drafted never depends on how earlier drafts fared.
 
 Cost: a pass of the module over the tokens just decided, then one for each further depth, each with its logits.
 
-Letters: A active rows, N tokens of a module's pass, F width of what is read, D width, V vocabulary, U drafted ids.
+Letters: A active rows, N tokens of a module's pass, F width of what is read, D width, U drafted ids.
 """
 
 from __future__ import annotations
@@ -27,39 +27,8 @@ from ..batch import Batch
 from ..draft import Settled
 from ..model.cache import Cache
 from ..model.layers import Attention
-from ..model.linear import Linear, linear_of
 from ..model.passes import Output, Pass, Span
-from ..model.transformer import Transformer
-from .drafter import Drafter, chains, pick
-
-
-class Shared:
-    """What a module uses of its target and does not hold: embedding, last norm, and the head or some of its rows.
-
-    ids: int64 [U], the tokens that it drafts, in rising order; None: all. Fewer make a draft's logits cheaper, and no draft
-    can be right where the target says another token. trains: gradients are to go through the head, so it is not packed.
-    """
-
-    def __init__(self, target: Transformer, ids: torch.Tensor | None = None, trains: bool = False) -> None:
-        if ids is not None and not (len(ids) and int(ids.min()) >= 0 and int(ids.max()) < target.config.vocabulary):
-            raise ValueError(f"{len(ids)} ids to draft must be ids of the target's vocabulary of {target.config.vocabulary}")
-        self.target, self.ids = target, ids
-        rows = target.head.linear.rows if trains or ids is not None else None
-        self.head: Linear | None = None if rows is None else linear_of(rows if ids is None else rows[ids], pack=not trains)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[A, D], normed -> [A, U] in float32"""
-        return self.target.logits(hidden) if self.head is None else self.target.bent(self.head(hidden))
-
-    def tokens(self, places: list[int]) -> list[int]:
-        """Places among the logits as ids."""
-        return places if self.ids is None else self.ids[places].tolist()
-
-    def spread(self, q: torch.Tensor) -> torch.Tensor:
-        """[U] -> [V]: nothing is drafted outside of its ids."""
-        if self.ids is None:
-            return q
-        return torch.zeros(self.target.config.vocabulary, dtype=q.dtype, device=q.device).index_copy_(0, self.ids.to(q.device), q)
+from .chained import Chained, Shared
 
 
 class Module(nn.Module):
@@ -96,7 +65,7 @@ class Module(nn.Module):
         return features
 
 
-class Recurrent(Drafter):
+class Recurrent(Chained):
     """module: filled, of this target. reads: the layers whose states make its features."""
 
     def __init__(self, module: Module, reads: Sequence[int]) -> None:
@@ -139,23 +108,13 @@ class Recurrent(Drafter):
         return self.module(Pass(torch.tensor(ids), tuple(spans), tuple(ends)), features, self._cache)[ends]
 
     def draft(self, batch: Batch, features: torch.Tensor, deepest: Sequence[int]) -> torch.Tensor:
-        """Chains. features [A, D]: of each active row's last decided token."""
-        drafts: dict[int, list[int]] = {at: [] for at in batch.active}
-        drawn: dict[int, list[torch.Tensor]] = {at: [] for at in batch.active if not batch.row(at).sampling.greedy}
-        rows = list(batch.active)
-        for length in range(max(deepest)):
-            going = [at for at in rows if length < deepest[at]]
-            if going != rows:
-                features, rows = features[[rows.index(at) for at in going]], going
-            if length:
-                spans = tuple(Span(at, self._entered[at] + length - 1, 1) for at in rows)
-                pass_ = Pass(torch.tensor([drafts[at][-1] for at in rows]), spans, tuple(range(len(rows))))
-                features = self.module(pass_, features, self._cache)
-            asked = [batch.row(at) for at in rows]
-            chosen, q = pick(asked, self.module.logits(features), [len(row.tokens) + length for row in asked])
-            for place, (at, token) in enumerate(zip(rows, self.shared.tokens(chosen))):
-                drafts[at].append(token)
-                if q is not None and at in drawn:
-                    drawn[at].append(self.shared.spread(q[place]))
-        self.q = {at: torch.stack(q) for at, q in drawn.items() if q}
-        return chains(drafts, batch.rows, self.nodes(self.draft_length))
+        """What is proposed. features [A, D]: of each active row's last decided token."""
+        return self.chain(batch, features, deepest)
+
+    def step(
+        self, batch: Batch, rows: list[int], tokens: list[int], features: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if length:  # the last decided token has been entered already
+            spans = tuple(Span(at, self._entered[at] + length - 1, 1) for at in rows)
+            features = self.module(Pass(torch.tensor(tokens), spans, tuple(range(len(rows)))), features, self._cache)
+        return self.module.logits(features), features

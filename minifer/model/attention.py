@@ -268,3 +268,22 @@ def attend(
         out, _ = attention(call.by_row(q), keys, values, call.visible, scale, cap)  # [B, H, Q, hv]
         results.append(call.flat(out))
     return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def look(
+    q: torch.Tensor, pass_: Pass, cache: Cache, layer: int, most: int | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """Let tokens that are not in the cache look at what it holds of their rows before them, and leave nothing there.
+
+    q: [A, H, h], of a pass of one token a row. most: only the last so many keys. -> [A, H, hv]
+    """
+    ends = [span.start for span in pass_.spans]
+    firsts = [max(0, end - (most or end)) for end in ends]
+    first, end = min(firsts), max(ends)
+    if len(set(ends)) == 1:
+        visible = ALL
+    else:
+        bounds, keys = torch.tensor([firsts, ends])[..., None, None], torch.arange(first, end)
+        visible = pass_.once(("look", most), lambda: Visible(mask=(keys >= bounds[0]) & (keys < bounds[1])))
+    keys, values = cache.read(layer, tuple(span.row for span in pass_.spans), first, end)
+    return attention(q[:, :, None], keys, values, visible, scale)[0][:, :, 0]

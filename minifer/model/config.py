@@ -13,13 +13,15 @@ from typing import Any
 
 from .rotary import Rope
 
+OUTSIDE = -1  # in place of a layer's number: another model's
+
 
 @dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
     window: a token sees itself and the window - 1 tokens before it; None: all before it. keys_of: the layer whose keys and
-    values it reads instead of its own. keys_are_values: one matrix makes both.
+    values it reads instead of its own, or OUTSIDE. keys_are_values: one matrix makes both.
     """
 
     kv_heads: int
@@ -83,7 +85,7 @@ class Config:
                 raise ValueError(f"{self.heads} query heads are no multiple of {one.kv_heads} key/value heads")
             if one.head_dim % 2:
                 raise ValueError(f"rotary positions turn pairs: head_dim {one.head_dim} is odd")
-            if one.keys_of is not None and not (0 <= one.keys_of < number and each[one.keys_of].keys_of is None):
+            if one.keys_of not in (None, OUTSIDE) and not (0 <= one.keys_of < number and each[one.keys_of].keys_of is None):
                 raise ValueError(f"layer {number} reads the keys of layer {one.keys_of}, which is no earlier one with its own")
 
     @property

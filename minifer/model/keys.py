@@ -96,11 +96,13 @@ def rope_of(raw: dict[str, Any], context: int) -> Rope:
             low_frequency=number(options, "low_freq_factor"),
             high_frequency=number(options, "high_freq_factor"),
         )
+    elif kind == "proportional":
+        rope = Rope(theta, kind, factor=number(options, "factor", 1.0), share=number(options, "partial_rotary_factor", 1.0))
     elif kind == "yarn":
         options.pop("original_max_position_embeddings", None)
         rope = _yarn(theta, options, context, int(original or context))
     else:
-        raise ValueError(f"rotary scaling {kind!r} is not supported; supported: default, linear, llama3, yarn")
+        raise ValueError(f"rotary scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, proportional")
     if options.get("partial_rotary_factor") == 1:
         del options["partial_rotary_factor"]
     left = {key: value for key, value in options.items() if value is not None}

@@ -5,7 +5,8 @@ turned query and a turned key then depends on the distance of their positions on
 head apart (i and i + h/2), as Hugging Face checkpoints have them.
 
 Longer contexts than a model was trained on are reached by slowing the turns down: all alike ("linear"), only the slow ones
-("llama3": Llama 3.1, "yarn": arXiv 2309.00071), or by a factor a pair, as GGUF files store it ("factors").
+("llama3": Llama 3.1, "yarn": arXiv 2309.00071), or by a factor a pair, as GGUF files store it ("factors"). Or only some pairs turn
+at all ("proportional": Gemma 4).
 
 Letters: N tokens, H heads, h width of a head.
 """
@@ -18,7 +19,7 @@ from functools import lru_cache
 
 import torch
 
-KINDS = ("default", "linear", "llama3", "yarn", "factors")
+KINDS = ("default", "linear", "llama3", "yarn", "factors", "proportional")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: cosines and sines are scaled by it
     truncate: bool = True  # yarn: whole numbers as the ends of its ramp
+    share: float = 1.0  # proportional: only so many of the pairs turn, the fastest
     factors: tuple[float, ...] = ()  # factors: pair i turns factors[i] times slower
 
 
@@ -45,6 +47,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "proportional":
+        turning = torch.arange(head_dim // 2) < int(rope.share * head_dim // 2)
+        return torch.where(turning, plain / rope.factor, 0.0)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":

@@ -166,6 +166,12 @@ class Transformer(nn.Module):
             self.bytes_kept_twice += size if tied else 0
         return self
 
+    def slot(self, number: int) -> int:
+        """The cache layer that this layer of the model reads. On the rank that runs it."""
+        places = [(chunk.layers, chunk.slots) for chunk in self.chunks]
+        found = {layer.number: slot for layers, slots in places for layer, slot in zip(layers, slots)}  # type: ignore[arg-type]
+        return found[number]
+
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for the layers and heads that this rank runs."""
         shapes = [layer.attention.cache_shape for layer in self.layers if layer.attention.keys_of is None]

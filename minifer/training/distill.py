@@ -25,6 +25,7 @@ from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..prompts import WORKLOADS, workload
 from .answers import Answer, Plan, answer, batch_of
+from .asking import GemmaLayers
 from .lesson import Recipe, Student, read
 from .recurrent import DeepSeekModule, EagleLayer
 from .run import fit, same_recipe
@@ -35,13 +36,20 @@ STUDENTS: dict[str, Callable[[Recipe, Transformer, Sequence[Answer]], Student]] 
     "medusa": MedusaHeads,
     "eagle": EagleLayer,
     "deepseek": DeepSeekModule,
+    "gemma": GemmaLayers,
 }
 
 
 def recipe_for(model: str, kind: str, **asked: Any) -> Recipe:
     """The recipe of a drafter, but for what is asked otherwise. Heads have less to learn than a model."""
-    steps = {"draft_model": 1500, "medusa": 700, "eagle": 800, "deepseek": 800}
-    return Recipe(model, kind, **({"steps": steps[kind]} | asked))
+    usual: dict[str, dict[str, Any]] = {
+        "draft_model": {"steps": 1500},
+        "medusa": {"steps": 700},
+        "eagle": {"steps": 800},
+        "deepseek": {"steps": 800},
+        "gemma": {"steps": 800, "layers": 4, "width": 96, "inner": 256},
+    }
+    return Recipe(model, kind, **(usual[kind] | asked))
 
 
 def train(recipe: Recipe, folder: Path, work: Path, checkpoint_every: int = 100) -> dict:

@@ -8,7 +8,7 @@ Letters: N tokens of a pass, W places whose distributions answers were drawn fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..model import weights
 from ..model.linear import Linear
 from ..model.passes import Pass, Span
 from ..model.transformer import Transformer
@@ -88,6 +89,33 @@ class Student:
     def save(self, folder: Path, lessons: Iterable[Lesson]) -> dict:
         """Write a folder that drafters.load reads; what is worth reporting. lessons: on prompts that it was not trained on."""
         raise NotImplementedError
+
+
+class DeepStudent(Student):
+    """One that drafts a token after the other, and is trained `recipe.unrolled` depths deep, as it is used."""
+
+    def __init__(self, recipe: Recipe, module: nn.Module, target: Transformer) -> None:
+        self.recipe, self.module, self.target = recipe, module, target
+        weights.initialise(module, torch.float32, target.device, recipe.seed)
+
+    def judged(self, lesson: Lesson) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(depth, its logits, the target's over the same ids), over all answers."""
+        raise NotImplementedError
+
+    def loss(self, lesson: Lesson) -> torch.Tensor:
+        total = torch.zeros(())
+        for depth, guess, wanted in self.judged(lesson):
+            total = total + 0.8**depth * towards(guess, wanted)
+        return total / self.recipe.unrolled
+
+    def accuracy(self, lessons: Iterable[Lesson]) -> list[float]:
+        """[depth]: how often its likeliest token is the target's likeliest of those it drafts."""
+        right, count = [0.0] * self.recipe.unrolled, [0] * self.recipe.unrolled
+        for lesson in lessons:
+            for depth, guess, wanted in self.judged(lesson):
+                right[depth] += float((guess.argmax(-1) == wanted.argmax(-1)).float().sum())
+                count[depth] += len(guess)
+        return [round(hits / places, 4) for hits, places in zip(right, count)]
 
 
 def read(target: Transformer, answers: Sequence[Answer], reads: Sequence[int] = ()) -> Lesson:

@@ -22,49 +22,36 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from ..drafters.chained import Shared
 from ..drafters.deepseek import DeepSeek
 from ..drafters.eagle import Eagle
-from ..drafters.recurrent import Module, Shared
+from ..drafters.recurrent import Module
 from ..model import weights
 from ..model.passes import Pass, Span
 from ..model.transformer import Transformer
 from .answers import Answer
-from .lesson import Lesson, Recipe, Student, matrix, towards
+from .lesson import DeepStudent, Lesson, Recipe, matrix
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [E, H, h], k and v [E, K, h] of one depth
 
 
-class Unrolled(Student):
-    """A module, trained `recipe.unrolled` depths deep."""
+class Unrolled(DeepStudent):
+    """A module that is fed its own features."""
+
+    module: Module
 
     def __init__(self, recipe: Recipe, module: Module, reads: Sequence[int]) -> None:
-        self.recipe, self.module, self.reads = recipe, module, tuple(reads)
-        weights.initialise(module, torch.float32, module.shared.target.device, recipe.seed)
+        super().__init__(recipe, module, module.shared.target)
+        self.reads = tuple(reads)
         self.inside = [parameter for parameter in module.parameters() if parameter.dim() == 2]
 
-    def loss(self, lesson: Lesson) -> torch.Tensor:
-        total = torch.zeros(())
-        for depth, guess, wanted in self._judged(lesson):
-            total = total + 0.8**depth * towards(guess, wanted)
-        return total / self.recipe.unrolled
-
-    def _judged(self, lesson: Lesson) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(depth, the module's logits, the target's over the same ids), over all answers."""
+    def judged(self, lesson: Lesson) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         states = torch.cat([lesson.states[layer] for layer in self.reads], -1)
         entries, places = pairs(lesson, self.recipe.unrolled - 1)  # the same at all depths: those that mean something at the last
         with torch.no_grad():
             goals = self.module.shared.logits(lesson.hidden[places])
         for depth, features in unroll(self.module, lesson, states, self.recipe.unrolled):
             yield depth, self.module.logits(features[entries]), goals
-
-    def accuracy(self, lessons: Iterable[Lesson]) -> list[float]:
-        """[depth]: how often its likeliest token is the target's likeliest of those it drafts."""
-        right, count = [0.0] * self.recipe.unrolled, [0] * self.recipe.unrolled
-        for lesson in lessons:
-            for depth, guess, wanted in self._judged(lesson):
-                right[depth] += float((guess.argmax(-1) == wanted.argmax(-1)).float().sum())
-                count[depth] += len(guess)
-        return [round(hits / places, 4) for hits, places in zip(right, count)]
 
     def save(self, folder: Path, lessons: Iterable[Lesson]) -> dict:
         shared, config = self.module.shared, self.module.shared.target.config
@@ -147,8 +134,9 @@ def band(seen: Sequence[Heads], here: slice, scale: float) -> torch.Tensor:
     """Attention of one answer's entries at the last depth of `seen`: [T, H, h]."""
     deepest, group = len(seen) - 1, seen[0][0].shape[1] // seen[0][1].shape[1]
     q = seen[-1][0][here].transpose(0, 1)  # [H, T, h]
-    keys, values = zip(*((k[here].transpose(0, 1), v[here].transpose(0, 1)) for _, k, v in seen))  # [K, T, h] each
-    keys, values = ([x.repeat_interleave(group, 0) for x in one] for one in (keys, values))
+    keys, values = (
+        [heads[which][here].transpose(0, 1).repeat_interleave(group, 0) for heads in seen] for which in (1, 2)
+    )  # [H, T, h]
     place = torch.arange(q.shape[1], device=q.device)
     hidden = place > place[:, None] - deepest
     scores = [(q @ keys[0].transpose(1, 2)).masked_fill(hidden, float("-inf"))]  # [H, T, T]: the target's features
