@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,9 @@ import torch
 import transformers
 
 import minifer
+from minifer import decode
+from minifer.draft import Settled
+from minifer.drafters import EagleDrafter, GemmaDrafter, Recurrent
 from minifer.drafters.drafter import Drafter, chains
 from minifer.model import weights
 from minifer.model.cache import Cache
@@ -19,6 +22,9 @@ from minifer.model.checkpoints import SafetensorsFolder
 from minifer.model.families import read_config
 from minifer.model.passes import Output, Pass, Span
 from minifer.model.transformer import Transformer
+from minifer.training import distill
+from minifer.training.answers import Answer
+from minifer.training.lesson import Recipe, read
 
 # The tiny model of the case log: odd sizes everywhere.
 SIZES: dict[str, Any] = {
@@ -42,6 +48,18 @@ LLAMA3 = {
 }
 QWEN_WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 
+GEMMA: dict[str, Any] = {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "tie_word_embeddings": False,  # tied, a random model repeats its last token for ever
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+GEMMA4 = GEMMA | {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+GEMMA_LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
 # name: (class prefix in transformers, options)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -59,31 +77,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "layer_types": QWEN_WINDOWS, "attention_bias": True},
     ),
+    "gemma3": ("Gemma3", GEMMA | {"final_logit_softcapping": 6.0}),
+    "gemma3-linear": ("Gemma3", GEMMA | {"rope_parameters": GEMMA_LINEAR, "query_pre_attn_scalar": 8, "attention_bias": True}),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-keys-as-values": (
+        "Gemma4",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 6.0},
+    ),
+    "gemma4-shared": (
+        "Gemma4",
+        GEMMA4
+        | {"tie_word_embeddings": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 67},
+    ),
 }
 
 
 def reference(family: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel:
     """A random model of transformers, float32, with norms and biases that are not their neutral values."""
     prefix, options = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**(SIZES | options | more))
+    part = "TextConfig" if prefix.startswith("Gemma") else "Config"
+    config = getattr(transformers, prefix + part)(**(SIZES | options | more))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    randomise(model, 0.3 if prefix.startswith("Gemma") else 1.0, adds_one=prefix == "Gemma3")
+    return model
+
+
+def randomise(model: torch.nn.Module, table: float = 1.0, adds_one: bool = False) -> None:
+    """Other numbers for a model of transformers. table: spread of its embedding. adds_one: its norms multiply by 1 + weight."""
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *scalars]:
             if parameter.dim() > 1:
                 # Large enough that attention is not flat and that next tokens vary.
-                parameter.normal_(0, 1.0 if "embed" in name or "lm_head" in name else 1.6 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0, table if "embed" in name or "lm_head" in name else 1.6 * parameter.shape[1] ** -0.5)
             else:
-                parameter.normal_(0, 0.2).add_(0.0 if name.endswith("bias") else 1.0)
-    return model
+                parameter.normal_(0, 0.2).add_(0.0 if name.endswith("bias") or adds_one else 1.0)
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32, finish: bool = False) -> Transformer:
     """A folder's model without its tokenizer; fused and packed only if asked for."""
     model = Transformer(read_config(folder))
     checkpoint = SafetensorsFolder(folder)
-    weights.check(model.tensors, checkpoint, ("lm_head.weight",) if model.config.tied else ())
+    weights.check(model.tensors, checkpoint, model.config.may_be_extra)
     if finish:
         model.fuse()
     weights.fill(model, checkpoint, dtype)
@@ -165,6 +203,51 @@ class TruthfulTree(Truthful):
                     found[at, 1, node] = parent
                 parent = 3 * depth + place
         return found
+
+
+def trained_kind(kind: str, target: Transformer, texts: Sequence[list[int]] = (), seed: int = 0, **options: Any) -> Drafter:
+    """A drafter of a kind that is trained: "eagle", "eagle tree", "deepseek" or "gemma".
+
+    texts: what it learns by heart, a little: right at times. Without them it says anything. options: of its recipe.
+    """
+    name = kind.split()[0]
+    sizes: dict[str, Any] = {"drafted": 999, "layers": 2, "width": 16, "inner": 24, "seed": seed} | options
+    said = [Answer(text, 1) for text in texts]
+    student = distill.STUDENTS[name](Recipe("", name, **sizes), target, said)
+    module: Any = student.module
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.requires_grad_(True).add_(0.1 * torch.randn_like(parameter))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    lesson = read(target, said, student.reads) if texts else None
+    for _ in range(40 if texts else 0):
+        optimizer.zero_grad()
+        student.loss(lesson).backward()
+        optimizer.step()
+    module.requires_grad_(False)
+    if name == "gemma":
+        return GemmaDrafter(module)
+    if name == "deepseek":
+        return Recurrent(module, student.reads)
+    return EagleDrafter(module, student.reads, size=7 if kind == "eagle tree" else 0, beam=3)
+
+
+def drafts_of(target: Transformer, drafter: Drafter, length: int, texts: list[list[int]]) -> list[list[list[int]]]:
+    """What a fresh drafter proposes after each of these texts, whose last token was decided just now: ids and parents."""
+    batch = decode.start(target, [text[:-1] for text in texts], 64)
+    mine, found = drafter.start(batch, length), []
+
+    def loop() -> decode.Steps:
+        output = yield batch.extend(None, mine.reads)
+        last = {at: text[-1] for at, text in enumerate(texts)}
+        settled = Settled({at: [token] for at, token in last.items()}, {at: [] for at in last}, {at: [at] for at in last})
+        batch.take(torch.tensor(list(last.values())), settled)
+        found.extend(mine.propose(batch, output, settled, [length] * len(texts)).tolist())
+        return []
+
+    decode.run(target, loop(), decode.new_cache(target, batch))
+    return found
 
 
 class PieceTokenizer:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PieceTokenizer, ScriptedModel, Truthful, TruthfulTree, chain, ids_of, naive_greedy, plain_model
+from helpers import PieceTokenizer, ScriptedModel, Truthful, TruthfulTree, chain, ids_of, naive_greedy, plain_model, trained_kind
 
 from minifer import data_parallel, decode, mtp
 from minifer.batch import Request
 from minifer.draft import acceptance, tokens_per_pass
-from minifer.drafters import DraftModel, Medusa, PromptLookup
+from minifer.drafters import Combined, DraftModel, Medusa, PromptLookup
 from minifer.drafters.medusa import Heads, grow
 from minifer.model import weights
 from minifer.model.sampling import Sampling
@@ -71,10 +71,23 @@ def drafter_of(kind: str, target: Transformer, truth: list[list[int]]):
         "draft model": lambda: DraftModel(noisy(target, 0.1), target),
         "medusa": lambda: Medusa(heads_of(target, 6), target),
         "medusa tree": lambda: Medusa(heads_of(target, 6), target, TREE),
+        "lookup, then deepseek": lambda: Combined(PromptLookup(3, 2), trained("deepseek", target)),
+        "eagle": lambda: trained("eagle", target),
+        "eagle tree": lambda: trained("eagle tree", target),
+        "deepseek": lambda: trained("deepseek", target),
+        "gemma": lambda: trained("gemma", target),
     }[kind]()
 
 
-KINDS = ("right", "wrong", "sometimes", "tree", "prompt lookup", "draft model", "medusa", "medusa tree")
+@lru_cache
+def trained(kind: str, target: Transformer):
+    """A drafter that has learned what the target says after the prompts."""
+    return trained_kind(kind, target, [prompt + naive_greedy(target, prompt, BUDGET) for prompt in PROMPTS])
+
+
+TRAINED = ("eagle", "eagle tree", "deepseek", "gemma")
+PLAIN = ("right", "wrong", "sometimes", "tree", "prompt lookup", "draft model", "medusa", "medusa tree")
+KINDS = (*PLAIN, *TRAINED, "lookup, then deepseek")
 
 
 @pytest.mark.parametrize("length", range(1, 7))
@@ -105,6 +118,8 @@ def test_drafts_are_really_kept(target, truth):
         ("prompt lookup", 1),
         ("medusa", 1),
         ("medusa tree", 1),
+        *((kind, 1.2) for kind in TRAINED),
+        ("lookup, then deepseek", 1.2),
     ):
         completions = mtp.generate(target, PROMPTS, drafter_of(kind, target, truth), 4, BUDGET)
         assert tokens_per_pass(completions) > least, kind

@@ -10,12 +10,13 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import trained_kind
 from torch.nn import functional as F
 
 from minifer import decode, mtp
 from minifer.batch import Request, Row
 from minifer.draft import acceptance
-from minifer.drafters import DraftModel, Medusa, PromptLookup
+from minifer.drafters import Combined, DraftModel, Medusa, PromptLookup
 from minifer.drafters.drafter import GUESS, Drafter
 from minifer.drafters.medusa import Heads, grow
 from minifer.model import weights
@@ -138,6 +139,10 @@ DRAFTERS = {
     "medusa": lambda target: medusa(target, None),
     "medusa tree": lambda target: medusa(target, grow([[0.4, 0.3, 0.2]] * 3, 12)),
     "drawn tree": lambda target: DrawingTree(),
+    "eagle": lambda target: trained_kind("eagle", target),
+    "deepseek, five of six ids": lambda target: trained_kind("deepseek", target, drafted=5),
+    "gemma": lambda target: trained_kind("gemma", target),
+    "lookup, then gemma": lambda target: Combined(PromptLookup(4, 4), trained_kind("gemma", target)),
 }
 SAMPLINGS = {
     "as it is": Sampling(1.0),

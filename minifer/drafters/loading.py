@@ -20,7 +20,7 @@ from ..model.families import read_config
 from ..model.gemma import from_dict as gemma_config
 from ..model.keys import need, refuse_unknown
 from ..model.linear import Linear
-from ..model.load import data_folder
+from ..model.load import data_folder, find
 from ..model.tokenizer import Tokenizer
 from ..model.tokenizer import from_folder as tokenizer_from_folder
 from ..model.transformer import Transformer
@@ -54,6 +54,8 @@ def available(model: str) -> list[str]:
 def load(name: str | Path, target: Transformer, tokenizer: Tokenizer | None = None) -> Drafter:
     """A drafter for this target: the bundled one of that kind, or the one in a folder; two of them joined by a plus.
 
+    "deepseek" for a target whose own checkpoint has such a module behind its layers is that one.
+
     A folder holds what `minifer train drafters` writes, or any smaller model of a Hugging Face layout. tokenizer: the target's;
     a model with another one is refused. Raises ValueError or FileNotFoundError naming what does not fit.
     """
@@ -63,6 +65,8 @@ def load(name: str | Path, target: Transformer, tokenizer: Tokenizer | None = No
     if name == "prompt_lookup":
         return PromptLookup()
     folder = Path(name)
+    if name == "deepseek" and target.config.next_layers:
+        return _own_module(find(target.name), target)
     if str(name) in KINDS:
         folder = data_folder() / target.name / str(name)
         if not target.name or not folder.is_dir():
@@ -86,7 +90,7 @@ def _draft_model(folder: Path, target: Transformer, tokenizer: Tokenizer | None)
             raise ValueError(f"the draft model in {folder} has another tokenizer: {sizes}, and they do not mean the same")
         common = own.vocabulary
     drafter = DraftModel(model, target, common)
-    weights.check(model.tensors, checkpoint, ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.config.tied else ())))
+    weights.check(model.tensors, checkpoint, model.config.may_be_extra)
     weights.fill(model.fuse(), checkpoint, target.dtype, target.device)
     model.finish()
     return drafter
@@ -131,11 +135,23 @@ def _eagle(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> E
 
 
 def _deepseek(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> Recurrent:
+    return _deepseek_of(checkpoint, target, said["reads"])
+
+
+def _deepseek_of(
+    checkpoint: SafetensorsFolder, target: Transformer, reads: Sequence[int], may_be_extra: Sequence[str] = ("ids",)
+) -> Recurrent:
     module = DeepSeek(Shared(target, _drafted(checkpoint)))
     module.layer.attention.fuse()
     module.layer.feed_forward.fuse()
-    _fill(module, checkpoint, target)
-    return Recurrent(module, said["reads"])
+    _fill(module, checkpoint, target, may_be_extra)
+    return Recurrent(module, reads)
+
+
+def _own_module(folder: Path, target: Transformer) -> Recurrent:
+    if target.config.next_layers != 1:
+        raise ValueError(f"{folder} has {target.config.next_layers} modules for further tokens; 1 is supported, applied again")
+    return _deepseek_of(SafetensorsFolder(folder), target, [target.config.layers - 1], may_be_extra=("",))
 
 
 def _gemma(folder: Path, target: Transformer) -> GemmaDrafter:

@@ -17,6 +17,8 @@ from .weights import Box
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32"}  # the last two for lists of ids, which some drafters have
+LM_HEAD = "lm_head.weight"
+TEXT_PARTS = ("model.language_model.", "language_model.model.")
 REOPEN_BYTES = 32 << 20
 
 
@@ -34,6 +36,7 @@ class SafetensorsFolder:
             raise ValueError(
                 f"{INDEX} places {lost[0]} in {self.files[lost[0]]}, which does not hold it ({len(lost)} such tensors)"
             )
+        self._stored = self._text_only()
         self._open: tuple[str, Any] | None = None
         self._since_open = 0
 
@@ -43,6 +46,7 @@ class SafetensorsFolder:
         The file is mapped into memory, so what was read stays there as long as the file is open: it is closed and opened
         again every REOPEN_BYTES, else loading would need the model twice.
         """
+        name = self._stored.get(name, name)
         file = self.files[name]
         if self._open is None or self._open[0] != file or self._since_open > REOPEN_BYTES:
             if self._open is not None:
@@ -51,6 +55,17 @@ class SafetensorsFolder:
         part = self._open[1].get_slice(name)[tuple(slice(*bounds) for bounds in box)]
         self._since_open += part.nbytes
         return part
+
+    def _text_only(self) -> dict[str, str]:
+        """Of a model that also sees or hears keep the text part, under the names it has alone: {such a name: the stored one}."""
+        text = next((prefix for prefix in TEXT_PARTS if any(name.startswith(prefix) for name in self.shapes)), None)
+        if text is None:
+            return {}
+        found = {"model." + name.removeprefix(text): name for name in self.shapes if name.startswith(text)}
+        heads = [name for name in self.shapes if name in (LM_HEAD, f"language_model.{LM_HEAD}")]
+        found |= dict(zip([LM_HEAD], heads))
+        self.shapes = {plain: self.shapes[stored] for plain, stored in found.items()}
+        return found
 
     def _list(self, file: str) -> None:
         """Enter the shapes of the tensors that this file is to hold."""

@@ -58,6 +58,7 @@ class Config:
     qk_norm: bool = False  # over the width of each head
     windows: tuple[int | None, ...] = ()
     end_ids: tuple[int, ...] = ()  # what config.json and generation_config.json call the end of a text
+    next_layers: int = 0  # modules behind its layers that draft further tokens (drafters/deepseek.py)
     # What Gemma does otherwise.
     activation: str = "silu"  # or "gelu_tanh"
     embedding_scale: float = 1.0
@@ -93,6 +94,15 @@ class Config:
         """What each layer is."""
         alike = LayerConfig(self.kv_heads, self.head_dim, self.inner, self.rope)
         return self.described or tuple(replace(alike, window=window) for window in self.windows)
+
+    @property
+    def may_be_extra(self) -> tuple[str, ...]:
+        """What a checkpoint may hold although the model does not ask for it: ends of names, and beginnings, which end in a dot."""
+        found = ["rotary_emb.inv_freq", *(["lm_head.weight"] if self.tied else [])]
+        found += [f"model.layers.{self.layers + ahead}." for ahead in range(self.next_layers)]
+        parts = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight")
+        reading = [layer for layer, one in enumerate(self.each) if one.keys_of is not None]
+        return (*found, *(f"layers.{layer}.self_attn.{part}" for layer in reading for part in parts))
 
     @property
     def parameters(self) -> int:

@@ -19,8 +19,8 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*LLAMA_LIKE, *gemma.FAMILIES)
 USED = frozenset(
     """
-    attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings max_window_layers
-    mlp_bias num_attention_heads num_hidden_layers num_key_value_heads pretraining_tp rms_norm_eps rope_interleaved
+    attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings max_window_layers mlp_bias
+    num_attention_heads num_hidden_layers num_key_value_heads num_nextn_predict_layers pretraining_tp rms_norm_eps rope_interleaved
     rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size
     """.split()
 )
@@ -73,6 +73,7 @@ def from_dict(raw: dict[str, Any], ignore: Sequence[str] = (), end_ids: tuple[in
         qk_norm=family == "qwen3",
         windows=_windows(raw, family, layers),
         end_ids=end_ids or tuple(as_ids(raw.get("eos_token_id"))),
+        next_layers=raw.get("num_nextn_predict_layers") or 0,
     )
 
 

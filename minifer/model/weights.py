@@ -99,10 +99,14 @@ def tensors_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check(wanted: dict[str, tuple[int, ...]], checkpoint: Checkpoint, may_be_extra: Sequence[str] = ()) -> None:
-    """Raise a ValueError that names every missing, misshapen and unknown tensor. Run on every rank, over the whole checkpoint."""
-    found = checkpoint.shapes
+    """Raise a ValueError that names every missing, misshapen and unknown tensor. Run on every rank, over the whole checkpoint.
+
+    may_be_extra: ends of names that are no fault, and beginnings, which end in a dot.
+    """
+    found, ends = checkpoint.shapes, tuple(may_be_extra)
+    beginnings = tuple(part for part in ends if part.endswith("."))
     missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(name for name in found.keys() - wanted.keys() if not name.endswith(tuple(may_be_extra)))
+    extra = sorted(name for name in found.keys() - wanted.keys() if not (name.endswith(ends) or name.startswith(beginnings)))
     misshapen = [
         f"{name}: {list(found[name])} in the checkpoint, {list(shape)} by the config"
         for name, shape in wanted.items()
