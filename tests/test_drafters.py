@@ -206,7 +206,9 @@ def test_the_bundled_ones():
 
 def test_what_is_not_there(tmp_path, checkpoint):
     model, _ = minifer.load("tiny")
-    with pytest.raises(FileNotFoundError, match="neither one of prompt_lookup, draft_model, medusa nor a folder"):
+    with pytest.raises(
+        FileNotFoundError, match="neither one of prompt_lookup, draft_model, medusa, eagle, deepseek, gemma nor a folder"
+    ):
         drafters.load("eagle9", model)
     nameless = plain_model(checkpoint("llama"))
     with pytest.raises(FileNotFoundError, match="no medusa is bundled for this model"):
@@ -216,7 +218,10 @@ def test_what_is_not_there(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="describes a drafter 'oracle'"):
         drafters.load(tmp_path, model)
     (tmp_path / "drafter.json").write_text(json.dumps({"drafter": "medusa", "heads": 2}))
-    with pytest.raises(ValueError, match="does not say: width, vocabulary, tree"):
+    with pytest.raises(ValueError, match=r"for a target of width and vocabulary \(None, None\)"):
+        drafters.load(tmp_path, model)
+    (tmp_path / "drafter.json").write_text(json.dumps({"drafter": "medusa", "heads": 2, "width": 256, "vocabulary": 4096}))
+    with pytest.raises(ValueError, match="does not say: tree"):
         drafters.load(tmp_path, model)
 
 

@@ -44,7 +44,8 @@ class DeepSeek(Module):
         self.norm = Norm(f"{name}.shared_head.norm", c)
 
     def read(self, states: torch.Tensor) -> torch.Tensor:
-        return self.shared.target.head.norm(states)
+        norm = self.shared.target.head.norm
+        return norm(states.to(norm.weight.dtype))
 
     def enter(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.shared.target.embed(ids).to(features.dtype)

@@ -42,7 +42,7 @@ class Norm(nn.Module):
         if self.adds_one:  # in float32 before anything is rounded, as Gemma was trained
             exact = torch.promote_types(x.dtype, torch.float32)
             return F.rms_norm(x.to(exact), self.weight.shape, 1 + self.weight.to(exact), self.eps).to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):

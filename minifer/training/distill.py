@@ -73,7 +73,7 @@ def train(recipe: Recipe, folder: Path, work: Path, checkpoint_every: int = 100)
     seconds = fit(student.module, student.inside, loss_at, recipe.schedule(), own, checkpoint_every)
     unseen = Plan(recipe.model, 128, recipe.tokens, (0.0,), recipe.seed + 1)
     fresh = answer(target, tokenizer, own / "unseen", unseen, without=plan)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as it was trained
         found = student.save(folder, (read(target, fresh[at : at + 16], student.reads) for at in range(0, len(fresh), 16)))
     report = {
         "recipe": asdict(recipe),
