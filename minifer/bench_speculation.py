@@ -61,6 +61,19 @@ class Cell:
     def predicted(self) -> float:
         return self.fewer_passes / (self.draft_cost + self.verify_cost)
 
+    @property
+    def bound(self) -> str:
+        """What would raise the prediction most: drafts that are always right, drafts that cost nothing, or wide passes that do
+        not cost more than narrow ones. With the prediction that it would lead to."""
+        longest = self.draft_length.longest if isinstance(self.draft_length, Adaptive) else self.draft_length
+        could = {
+            "acceptance": self.fewer_passes * (longest + 1) / self.tokens_per_pass / (self.draft_cost + self.verify_cost),
+            "draft cost": self.fewer_passes / self.verify_cost,
+            "verify cost": self.fewer_passes / (self.draft_cost + min(1.0, self.verify_cost)),
+        }
+        name = max(could, key=lambda one: could[one])
+        return f"{name} ({could[name]:.1f})"
+
 
 class Bench:
     """A model, the prompts it is measured on, and what its passes cost."""
@@ -178,13 +191,16 @@ def bench_speculation(
 ) -> list[Cell]:
     """Each drafter by workload, by draft length and by batch; prints tables and returns their cells.
 
-    kinds: of drafters; None: those there are. each: prompts of each workload.
+    kinds: names or folders of drafters; None: those there are, and prompt lookup before EAGLE. each: prompts of each workload.
     """
     if tokens < 2:
         raise ValueError("a rate of tokens after the first needs two tokens at least")
     console = console or Console()
+    console.width = max(110, console.width)
     bench = Bench(name, dtype, tokens, repeats)
-    loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or drafters.available(name)}
+    there = drafters.available(name)
+    usual = [*there, *(["prompt_lookup+eagle"] if "eagle" in there else [])]
+    loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or usual}
     mixed = bench.prompts(WORKLOADS, each)
     jobs: list[tuple[str, str, int, Prompts, int]] = []
     for kind, drafter in loaded.items():
@@ -228,13 +244,14 @@ def _table(cells: Sequence[Cell], title: str, what: str) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("tokens\n/pass", "draft\ncost", "verify\ncost", "gain", "pre-\ndicted", "plain\ntokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("bound by\n(without it)", no_wrap=True)
     table.add_column("kept by depth", no_wrap=True)
     for cell in cells:
         label = {"workload": cell.what, "length": str(cell.draft_length), "batch": str(cell.batch)}[what]
         plain = cell.batch / statistics.median(plain for plain, _ in cell.seconds)
         numbers = (cell.tokens_per_pass, cell.draft_cost, cell.verify_cost, cell.gain, cell.predicted)
         kept = " ".join(f"{share:.2f}".lstrip("0") for share in cell.acceptance)
-        table.add_row(cell.drafter, label, *(f"{number:.2f}" for number in numbers), f"{plain:.0f}", kept)
+        table.add_row(cell.drafter, label, *(f"{number:.2f}" for number in numbers), f"{plain:.0f}", cell.bound, kept)
     return table
 
 

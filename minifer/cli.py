@@ -16,6 +16,10 @@ import torch
 from .cli_work import DTYPES, MODEL_HELP, bench_command, positive, train_command
 from .model.load import bundled
 
+DRAFTER_HELP = (
+    "speculate: prompt_lookup, draft_model, medusa, eagle, deepseek, gemma, a drafter's folder, or two of these with a plus"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -127,7 +131,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 where this machine multiplies it natively, else float32")
-    parser.add_argument("--drafter", metavar="NAME", help="speculate: prompt_lookup, draft_model, medusa, or a drafter's folder")
+    parser.add_argument("--drafter", metavar="NAME", help=DRAFTER_HELP)
     parser.add_argument("--draft-length", type=positive, metavar="N", help="tokens to draft (default: the drafter's own)")
     parser.add_argument("--quiet", action="store_true", help="no line about speed")
     parser.set_defaults(run=_run_generate)

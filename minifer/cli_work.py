@@ -26,7 +26,8 @@ def bench_command(parser: argparse.ArgumentParser) -> None:
     decoding.set_defaults(run=_run_bench_decode)
     speculating = kinds.add_parser("speculation", help="each drafter beside plain decoding: by workload, draft length and batch")
     speculating.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
-    speculating.add_argument("--drafters", nargs="+", metavar="KIND", help="default: all that are bundled for the model")
+    names = "names, folders, or two with a plus (prompt_lookup+eagle); default: all that are bundled for the model"
+    speculating.add_argument("--drafters", nargs="+", metavar="NAME", help=names)
     speculating.add_argument("--lengths", type=positive, nargs="+", default=range(1, 9), metavar="N", help="default: 1 to 8")
     speculating.add_argument(
         "--batches", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N", help="default: 1 to 32"

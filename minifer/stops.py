@@ -95,13 +95,14 @@ def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched:
 
 
 ALONE = "decode, one at a time"
-DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), "02_speculative_decoding")  # {kind: its lesson}
+FIRST, LATER = ("speculation", "02_speculative_decoding"), ("multi-token", "03_multi_token_prediction")
+DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), FIRST) | dict.fromkeys(("eagle", "deepseek", "gemma"), LATER)
 STOPS = (
     Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
     Stop(ALONE, 1, one_at_a_time(plain), "decode", "01_autoregressive_decode", baseline=ALONE),
     *(
-        Stop(f"speculation: {kind.replace('_', ' ')}", 1, one_at_a_time(speculative(kind)), "mtp", lesson, kind, ALONE)
-        for kind, lesson in DRAFTERS.items()
+        Stop(f"{what}: {kind.replace('_', ' ')}", 1, one_at_a_time(speculative(kind)), "mtp", lesson, kind, ALONE)
+        for kind, (what, lesson) in DRAFTERS.items()
     ),
     Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
 )

@@ -1,5 +1,6 @@
 """Pictures and tables. They draw what they are given; no technique imports them."""
 
+from .drafters import anatomy
 from .map import technique_map
 from .pictures import cache_growth, matrix, roofline, visibility
 from .speculation import Written, draft_tree, overlap
@@ -8,6 +9,6 @@ from .timeline import bytes_table, perfetto, timeline, timelines
 from .widgets import play
 
 __all__ = [
-    "ACTIVITY", "SERIES", "Written", "bytes_table", "cache_growth", "draft_tree", "matrix", "overlap", "perfetto", "picture",
-    "play", "roofline", "style", "technique_map", "timeline", "timelines", "visibility",
+    "ACTIVITY", "SERIES", "Written", "anatomy", "bytes_table", "cache_growth", "draft_tree", "matrix", "overlap", "perfetto",
+    "picture", "play", "roofline", "style", "technique_map", "timeline", "timelines", "visibility",
 ]  # fmt: skip
