@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from minifer.model.attention import ALL, CAUSAL, Visible, _plain, attention, calls, views
+from minifer.model.attention import ALL, CAUSAL, Visible, _plain, attention, calls, look, views
+from minifer.model.cache import Cache
 from minifer.model.passes import Pass, Span
 
 
@@ -164,3 +165,33 @@ def test_scale():
     out, _ = attention(q, k, v, ALL, scale=0.25)
     wanted, _ = attention(q * 0.25 * 8**0.5, k, v, ALL)
     assert torch.allclose(out, wanted, atol=1e-6)
+
+
+def test_capped_scores():
+    """cap * tanh(score / cap), by hand."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    out, lse = attention(q, k, v, Visible(), scale=1.0, cap=2.0)
+    for head in range(4):
+        scores = 2 * (q[0, head] @ k[0, head // 2].t() / 2).tanh()
+        assert torch.allclose(out[0, head], scores.softmax(-1) @ v[0, head // 2], atol=1e-6)
+        assert torch.allclose(lse[0, head], scores.logsumexp(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_tokens_that_are_not_in_the_cache_look_at_it(most):
+    """Rows of unequal lengths in one call: each sees its own last keys, and the cache stays as it is."""
+    torch.manual_seed(0)
+    cache = Cache([(2, 8)], 3, 16)
+    for x in (*cache.keys, *cache.values):
+        x.normal_()
+    before, ends = [x.clone() for x in (*cache.keys, *cache.values)], [7, 2, 5]
+    spans = tuple(Span(row, end, 1) for row, end in enumerate(ends))
+    q = torch.randn(3, 4, 8)
+    out = look(q, Pass(torch.zeros(3, dtype=torch.int64), spans, (0, 1, 2)), cache, 0, most, 0.5)
+    for row, end in enumerate(ends):
+        seen = slice(max(0, end - (most or end)), end)
+        for head in range(4):
+            k, v = cache.keys[0][row, head // 2, seen], cache.values[0][row, head // 2, seen]
+            assert torch.allclose(out[row, head], (q[row, head] @ k.t() * 0.5).softmax(-1) @ v, atol=1e-6)
+    assert all(map(torch.equal, before, (*cache.keys, *cache.values)))

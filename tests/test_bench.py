@@ -10,6 +10,7 @@ from helpers import ScriptedModel, in_three_tries, plain_model
 
 from minifer import bench, bench_speculation
 from minifer.batch import Completion
+from minifer.bench_speculation import Cell
 from minifer.drafters import PromptLookup
 from minifer.model.tokenizer import Tokenizer
 from minifer.training.corpus import train_tokenizer
@@ -86,6 +87,9 @@ def test_cells_hold_gain_and_prediction_against_plain(monkeypatch):
     two = held.compare("prompt_lookup", PromptLookup(), 3, held.prompts(["code", "structured"], 1), 2)
     assert two.fewer_passes <= two.tokens_per_pass < 4
     assert all(0 <= share <= 1 for share in cell.acceptance)
+    assert Cell("x", 3, 1, "", 2.0, [], [], draft_cost=0.0, verify_cost=1.0, fewer_passes=2.0).bound == "acceptance (4.0)"
+    assert Cell("x", 3, 1, "", 3.9, [], [], draft_cost=2.0, verify_cost=1.0, fewer_passes=3.9).bound == "draft cost (3.9)"
+    assert Cell("x", 3, 1, "", 3.9, [], [], draft_cost=0.1, verify_cost=3.0, fewer_passes=3.9).bound == "verify cost (3.5)"
 
 
 def test_seconds_a_token_count_what_came_after_the_first():

@@ -102,3 +102,9 @@ def test_products_depend_on_distance_only():
 
     assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-6)
     assert abs(product(7, 3) - product(7, 4)) > 1e-3
+
+
+def test_only_a_share_of_the_pairs_turns():
+    """Gemma 4's full layers: the first quarter of the pairs, each as fast as if all turned; the others stay."""
+    slow = inverse_frequencies(Rope(1e6, "proportional", share=0.25), 16)
+    assert torch.equal(slow[:2], inverse_frequencies(Rope(1e6), 16)[:2]) and slow[2:].tolist() == [0.0] * 6

@@ -12,6 +12,7 @@ from minifer import viz
 from minifer.model.passes import Pass, Span
 from minifer.ranks.trace import Event, Record
 from minifer.ranks.trace import Span as TraceSpan
+from minifer.viz.drafters import DRAFTERS, PARTS
 
 GROUP = (0, 1)
 RECORDS = [
@@ -112,3 +113,14 @@ def test_a_draft_tree_has_a_box_a_node():
     places = {text.get_text(): text.get_position() for text in axes.texts}
     assert places["c"][0] == 2 and places["a"][0] == places["b"][0] == 1 and places["a"][1] != places["b"][1]
     assert to_hex(axes.texts[1].get_bbox_patch().get_facecolor()).upper() == viz.SERIES[0]
+
+
+def test_drafters_side_by_side():
+    figure = viz.anatomy({"EAGLE": "1 M"})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(DRAFTERS)
+    for axes, (reads, _, keeps, _) in zip(figure.axes, DRAFTERS.values()):
+        boxes = [text for text in axes.texts if text.get_bbox_patch() is not None]
+        filled = [text.get_text() for text in boxes[: len(PARTS)] if text.get_bbox_patch().get_facecolor()[3] > 0]
+        assert filled == [PARTS[part] for part in reads]
+        assert (boxes[-1].get_text() == "keeps nothing") == (keeps == "nothing")
+    assert any(text.get_text() == "1 M" for text in figure.axes[3].texts)
