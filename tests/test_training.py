@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,11 @@ import torch
 
 import minifer
 from minifer import drafters
+from minifer.model.tokenizer import Tokenizer
 from minifer.prompts import WORKLOADS, workload
 from minifer.training import corpus, distill, pretrain, run, templates
-from minifer.training.answers import Answer, Plan, answer, batch_of, prompts_for
+from minifer.training.answers import Answer, Plan, answer, batch_of, beginnings, prompts_for, runs_of_words, whole_prompts
+from minifer.training.corpus import train_tokenizer
 from minifer.training.lesson import Recipe, read
 from minifer.training.students import MedusaHeads
 
@@ -130,12 +131,7 @@ def test_prompts_to_train_on_are_many_and_not_the_measured_ones():
     assert not [prompt for _, prompt in pairs if prompt != prompt.rstrip() or "{verb}" in prompt]
     measured = [prompt for kind in WORKLOADS for prompt in workload(kind).prompts]
 
-    def runs(text: str, words: int = 5) -> set[tuple[str, ...]]:
-        found = re.findall(r"\w+", text.lower())
-        return {tuple(found[at : at + words]) for at in range(len(found) - words + 1)}
-
-    seen = set().union(*(runs(prompt) for _, prompt in pairs))
-    shared = {run for prompt in measured for run in runs(prompt) & seen}
+    shared = runs_of_words(measured) & runs_of_words(prompt for _, prompt in pairs)
     # What is left are turns of phrase of the genre, no subjects.
     assert shared <= {
         ("write", "a", "short", "story", "about"), ("a", "short", "story", "about", "a"),
@@ -168,3 +164,26 @@ def test_a_batch_of_answers_depends_on_its_step_alone():
     assert all(answer.prompt < len(answer.ids) - 1 for answer in one)
     with pytest.raises(ValueError, match="none of 1 answers"):
         batch_of([Answer([1, 2, 3], 3)], 200, 32, 0, 0)
+
+
+def test_invented_prompts():
+    """Written where a user's message begins: whole ones only, each once, none that shares a run of words with a measured one."""
+    _, plain = minifer.load("tiny")
+    template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}"
+    core = train_tokenizer(["<|user|> what is a tree <|end|> <|model|>"], 300)
+    core.add_special_tokens(["<|end|>"])
+    tokenizer = Tokenizer(core, (core.token_to_id("<|end|>"),), {}, template)
+    starts = beginnings(tokenizer)
+    assert len(starts) == len(WORKLOADS) and tokenizer.decode(starts[0]).startswith("<|user|>Continue this Python code")
+    assert tokenizer.decode(starts[-1]) == "<|user|>"  # chats are told nothing
+
+    def written(text: str) -> Answer:
+        return Answer(starts[-1] + tokenizer.encode(text), len(starts[-1]))
+
+    measured = workload("chat").prompts[0]
+    texts = ["What is a tree?<|end|>", " What is a tree?\n<|end|>", "never ending", f"{measured}<|end|>", "<|end|>", "Why?<|end|>"]
+    prompts = whole_prompts(tokenizer, [written(text) for text in texts])
+    assert [tokenizer.decode(ids, special_tokens=True) for ids in prompts] == [
+        f"<|user|>{text}<|end|><|model|>" for text in ("What is a tree?", "Why?")
+    ]
+    assert plain.template is None

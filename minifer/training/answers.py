@@ -1,15 +1,18 @@
 """What a target itself says: the text that its drafters are trained on.
 
-Prompts composed from templates are answered by the target in large batches, at several temperatures. A drafter that learns
-from this text learns the target's habits, which is all that it is asked for; text written by others would teach it less.
+Prompts are answered by the target in large batches, at several temperatures. A drafter that learns from this text learns the
+target's habits, which is all that it is asked for; text written by others would teach it less. There are two sources of prompts:
+some are composed from templates, and a chat model also invents its own, by writing on where a user's message would begin (arXiv
+2406.08464). Those are far more varied.
 
-Answers are kept in a work folder, a file a batch, so an interrupted run goes on with the next batch.
+Prompts and answers are kept in a work folder, a file a batch, so an interrupted run goes on with the next batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +25,27 @@ from ..batch import Request
 from ..model.sampling import Sampling
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
-from ..prompts import workload
+from ..prompts import WORKLOADS, workload
 from .run import bars, same_recipe
 from .templates import compose_all
 
+LONGEST = 96  # tokens of an invented prompt
 ROWS = 64  # a batch: by then a pass costs little more than a pass over one row
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What answers depend on. texts: how many prompts. tokens: of an answer, at most. temperatures: in turn, a batch each."""
+    """What answers depend on. texts: how many prompts. tokens: of an answer, at most. temperatures: in turn, a batch each.
+
+    invented: the model itself writes the prompts, of which some are dropped.
+    """
 
     model: str
     texts: int
     tokens: int
     temperatures: tuple[float, ...]
     seed: int = 0
+    invented: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,67 @@ def answer(
     """The model's answers to the prompts of a plan, but for those of another. What `work` already holds is only read."""
     work.mkdir(parents=True, exist_ok=True)
     same_recipe(work, plan)
-    prompts = sorted(prompts_for(tokenizer, plan.texts, plan.seed, without), key=len)  # alike lengths share a batch
+    console = console or Console(stderr=True)
+    if plan.invented:
+        begun = [begin for begin in beginnings(tokenizer) for _ in range(plan.texts // len(WORKLOADS))]
+        title = "the target invents prompts"
+        invented = _said(
+            model, tokenizer, work, replace(plan, tokens=LONGEST, temperatures=(1.0,)), begun, "prompts", title, console
+        )
+        prompts = whole_prompts(tokenizer, invented)
+    else:
+        prompts = prompts_for(tokenizer, plan.texts, plan.seed, without)
+    prompts = sorted(prompts, key=len)  # alike lengths share a batch
+    return _said(model, tokenizer, work, plan, prompts, "answers", "the target answers prompts", console)
+
+
+def beginnings(tokenizer: Tokenizer) -> list[list[int]]:
+    """For each workload, a chat up to where the user's own words would begin: behind what such prompts are told."""
+    mark = "\0"
+    told = [f"{workload(kind).instruction}\n\n{mark}".strip("\n") for kind in WORKLOADS]
+    texts = [tokenizer.chat_text([{"role": "user", "content": text}]).split(mark)[0] for text in told]
+    return [tokenizer.encode(text, special_tokens=False) for text in texts]
+
+
+def whole_prompts(tokenizer: Tokenizer, invented: Sequence[Answer]) -> list[list[int]]:
+    """What was written where a user's message begins, as prompts: whole ones only, each once, none like a measured one."""
+    measured = runs_of_words(prompt for kind in WORKLOADS for prompt in workload(kind).prompts)
+    found: dict[tuple[int, ...], None] = {}
+    for one in invented:
+        text = tokenizer.decode(one.ids[one.prompt :]).strip()
+        if one.ids[-1] in tokenizer.end_ids and text and not runs_of_words([text]) & measured:
+            start = tokenizer.decode(one.ids[: one.prompt], special_tokens=True)
+            rest = tokenizer.chat_text([{"role": "user", "content": "\0"}]).split("\0")[1]
+            found[tuple(tokenizer.encode(start + text + rest, special_tokens=False))] = None
+    return [list(ids) for ids in found]
+
+
+def runs_of_words(texts: Iterable[str], words: int = 5) -> set[tuple[str, ...]]:
+    """All that stand beside each other in one of these texts, so many at a time."""
+    found: set[tuple[str, ...]] = set()
+    for text in texts:
+        said = re.findall(r"\w+", text.lower())
+        found |= {tuple(said[at : at + words]) for at in range(len(said) - words + 1)}
+    return found
+
+
+def _said(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    work: Path,
+    plan: Plan,
+    prompts: Sequence[list[int]],
+    stem: str,
+    title: str,
+    console: Console,
+) -> list[Answer]:
+    """What the model writes after these prompts, a file a batch."""
     starts = range(0, len(prompts), ROWS)
     found: list[Answer] = []
-    with bars(console or Console(stderr=True)) as progress:
-        bar = progress.add_task("the target answers prompts", total=len(starts))
+    with bars(console) as progress:
+        bar = progress.add_task(title, total=len(starts))
         for batch, start in enumerate(starts):
-            file = work / f"answers-{batch:05d}.safetensors"
+            file = work / f"{stem}-{batch:05d}.safetensors"
             if not file.is_file():
                 temperature = plan.temperatures[batch % len(plan.temperatures)]
                 requests = [

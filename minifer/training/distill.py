@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ def train(recipe: Recipe, folder: Path, work: Path, checkpoint_every: int = 100)
     target, tokenizer = load(recipe.model, torch.bfloat16, "cpu")
     plan = Plan(recipe.model, recipe.texts, recipe.tokens, recipe.temperatures, recipe.seed)
     said = answer(target, tokenizer, work / "answers", plan)
+    if tokenizer.template is not None and recipe.invented:
+        said += answer(target, tokenizer, work / "invented", replace(plan, texts=recipe.invented, invented=True))
     student = STUDENTS[recipe.kind](recipe, target, said)
 
     def loss_at(step: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Recipe:
     model: str
     kind: str
     texts: int = 9000
+    invented: int = 0  # prompts that a chat model is to invent besides
     tokens: int = 160
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     steps: int = 1500
