@@ -154,6 +154,9 @@ def test_answers_belong_to_one_plan(tmp_path):
     for other in (Plan("tiny", 4, 4, (0.0,)), Plan("small", 3, 4, (0.0,)), Plan("tiny", 3, 4, (1.0,))):
         with pytest.raises(ValueError, match="another recipe"):
             answer(model, tokenizer, tmp_path, other)
+    held = json.loads((tmp_path / "recipe.json").read_text())
+    (tmp_path / "recipe.json").write_text(json.dumps({key: value for key, value in held.items() if key != "invented"}))
+    assert len(answer(model, tokenizer, tmp_path, Plan("tiny", 3, 4, (0.0,)))) == 3  # written before there was such an option
 
 
 def test_a_batch_of_answers_depends_on_its_step_alone():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,13 @@ def bars(console: Console) -> Progress:
 
 
 def same_recipe(work: Path, recipe: Any) -> None:
-    """A work folder belongs to one recipe (a dataclass)."""
-    path = work / "recipe.json"
-    if path.is_file() and json.loads(path.read_text()) != json.loads(json.dumps(asdict(recipe))):
-        raise ValueError(f"{work} holds a run of another recipe: give another --work, or remove it")
-    path.write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+    """A work folder belongs to one recipe (a dataclass). Options that came later count as what they are by default."""
+    path, mine = work / "recipe.json", json.loads(json.dumps(asdict(recipe)))
+    if path.is_file():
+        usual = {field.name: field.default for field in fields(recipe) if field.default is not MISSING}
+        if json.loads(json.dumps(usual)) | json.loads(path.read_text()) != mine:
+            raise ValueError(f"{work} holds a run of another recipe: give another --work, or remove it")
+    path.write_text(json.dumps(mine, indent=1) + "\n")
 
 
 def _state_tensors(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
