@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import drafts_of, ids_of, naive_greedy, plain_model, trained_kind
+from helpers import TruthfulTree, drafts_of, ids_of, naive_greedy, plain_model, trained_kind
 
 from minifer import decode, mtp
 from minifer.batch import Request
@@ -138,6 +138,21 @@ def test_the_second_of_two_sees_every_pass(target, truth, drafter_of):
                 checked += 1
     assert checked
     assert both.nodes(4) == 4 and both.reads == drafter_of("deepseek").reads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_behind_another_drafters_trees(kind, target, truth, drafter_of):
+    """A tree where the first has one, else what the second drafts; each goes on from what the other's drafts have left."""
+
+    class Now(TruthfulTree):
+        def propose(self, batch, output, settled, deepest):
+            found = super().propose(batch, output, settled, deepest)
+            found[[at for at in batch.active if batch.row(at).new % 3 == 0]] = -1
+            return found
+
+    good = Now(truth, 67, lambda row, known, depth: depth < 2)
+    completions = mtp.generate(target, PROMPTS, Combined(good, drafter_of(kind)), 3, 24)
+    assert ids_of(completions) == truth and tokens_per_pass(completions) > 1.5
 
 
 def test_one_drafter_serves_batches_at_the_same_time(target, truth, drafter_of):

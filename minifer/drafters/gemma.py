@@ -109,8 +109,9 @@ class GemmaDrafter(Chained):
 
     def propose(self, batch: Batch, output: Output, settled: Settled, deepest: Sequence[int]) -> torch.Tensor:
         assert output.hidden is not None and output.cache is not None
-        assert all(row.keep is None for row in batch.going), "a tree's keys are not in their places before the next pass"
         self._cache = output.cache
+        # Behind a tree that another drafter drew, kept keys are not in their places before the next pass moves them.
+        deepest = [0 if batch.row(at).keep is not None else depth for at, depth in enumerate(deepest)]
         with torch.inference_mode():
             return self.chain(batch, output.hidden[[settled.kept[at][-1] for at in batch.active]], deepest)
 
