@@ -78,7 +78,8 @@ def train_command(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="what to train: see minifer.drafters",
     )
-    small.add_argument("--texts", type=positive, metavar="N", help="prompts that the target answers (default: 9000)")
+    small.add_argument("--texts", type=positive, metavar="N", help="composed prompts that the target answers (default: 9000)")
+    small.add_argument("--invented", type=positive, metavar="N", help="prompts that a chat model invents besides (default: 12000)")
     for one in (tiny, small):
         one.add_argument("--out", type=Path, metavar="FOLDER", help="where the result goes (default: below ./trained)")
         one.add_argument("--work", type=Path, metavar="FOLDER", help="where data and checkpoints stay (default: beside it)")
@@ -104,7 +105,7 @@ def _run_train_drafters(options: argparse.Namespace) -> int:
     name = Path(options.model).name
     out = options.out or Path("trained") / f"{name}-{options.kind}"
     work = options.work or Path("trained") / f"{name}-drafters-work"
-    asked = {key: value for key, value in (("steps", options.steps), ("texts", options.texts)) if value}
+    asked = {key: getattr(options, key) for key in ("steps", "texts", "invented") if getattr(options, key)}
     report = train(recipe_for(options.model, options.kind, **asked), out, work)
     print(f"{out}: {report['parameters']:,} parameters, {report['minutes']} minutes; tokens a pass on prompts never seen:")
     for kind, found in report["workloads"].items():

@@ -45,9 +45,9 @@ def recipe_for(model: str, kind: str, **asked: Any) -> Recipe:
     usual: dict[str, dict[str, Any]] = {
         "draft_model": {"steps": 1500},
         "medusa": {"steps": 700},
-        "eagle": {"steps": 800},
-        "deepseek": {"steps": 800},
-        "gemma": {"steps": 800, "layers": 4, "width": 96, "inner": 256},
+        "eagle": {"steps": 1200},
+        "deepseek": {"steps": 1200},
+        "gemma": {"steps": 1200, "layers": 4, "width": 96, "inner": 256},
     }
     return Recipe(model, kind, **(usual[kind] | asked))
 

@@ -33,7 +33,7 @@ class Recipe:
     model: str
     kind: str
     texts: int = 9000
-    invented: int = 0  # prompts that a chat model is to invent besides
+    invented: int = 12_000  # prompts that the target is to invent besides, if it is a chat model; some are dropped
     tokens: int = 160
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     steps: int = 1500
