@@ -24,8 +24,11 @@ class Workload:
         """Each prompt as ids: as a message to a chat model, as a text to be continued by any other."""
         if tokenizer.template is None:
             return [tokenizer.encode(prompt) for prompt in self.prompts]
-        told = [f"{self.instruction}\n\n{prompt}".strip() for prompt in self.prompts]
-        return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in told]
+        return [tokenizer.encode_chat([self.message(prompt)]) for prompt in self.prompts]
+
+    def message(self, prompt: str) -> dict[str, str]:
+        """What a chat model is told with a prompt of this kind."""
+        return {"role": "user", "content": f"{self.instruction}\n\n{prompt}".strip()}
 
 
 def first(tokenizer: Tokenizer, each: int, kinds: Sequence[str] = WORKLOADS) -> list[list[int]]:

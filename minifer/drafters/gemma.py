@@ -53,6 +53,7 @@ class Gemma(nn.Module):
         self.looked_at = 0 if clusters is None else clusters[1]
         self.members: torch.Tensor | None = None  # [C, V / C]: the ids of each cluster
         self.sources = [_source(target, number, one.window is None) for number, one in enumerate(config.each)]
+        self.slots = [shared.target.slot(source) for source in self.sources]  # in the target's cache
         for number, (own, source) in enumerate(zip(config.each, self.sources)):
             theirs = target.each[source]
             if own.keys_of != OUTSIDE or (own.kv_heads, own.head_dim) != (theirs.kv_heads, theirs.head_dim):
@@ -72,11 +73,11 @@ class Gemma(nn.Module):
     def forward(self, pass_: Pass, hidden: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of each row of a pass, one token each: logits [A, V] and the next hidden states [A, D]. cache: the target's."""
         x = self.enter(pass_.ids, hidden)
-        for layer, source in zip(self.each, self.sources):
+        for layer, slot in zip(self.each, self.slots):
             q, _, _ = layer.attention.project(layer.attention_norm(x), pass_)  # [A, H, h]
             # The window is counted from the last cached token, itself included, as the published drafter does it.
             most = None if layer.attention.window is None else layer.attention.window + 1
-            attended = look(q, pass_, cache, self.shared.target.slot(source), most, layer.attention.scale)
+            attended = look(q, pass_, cache, slot, most, layer.attention.scale)
             x = layer.after(x, layer.attention.o(attended.flatten(1)), pass_)
         x = self.norm(x)
         return self.logits(x), self.post(x)

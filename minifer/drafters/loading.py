@@ -101,10 +101,15 @@ def _trained(folder: Path, target: Transformer) -> Drafter:
     kind, made = about.get("drafter"), {"medusa": _medusa, "eagle": _eagle, "deepseek": _deepseek}
     if kind not in made:
         raise ValueError(f"{folder / 'drafter.json'} describes a drafter {kind!r}; known: {', '.join(made)}")
-    sizes, theirs = (about.get("width"), about.get("vocabulary")), (target.config.width, target.config.vocabulary)
+    _fits(folder, about.get("width"), about.get("vocabulary"), target)
+    return made[kind](_Said(folder / "drafter.json", about), checkpoint, target)
+
+
+def _fits(folder: Path, width: Any, vocabulary: Any, target: Transformer) -> None:
+    """Raise a ValueError if a drafter for a target of these sizes is not for this one."""
+    sizes, theirs = (width, vocabulary), (target.config.width, target.config.vocabulary)
     if sizes != theirs:
         raise ValueError(f"the drafter in {folder} is for a target of width and vocabulary {sizes}, this one has {theirs}")
-    return made[kind](_Said(folder / "drafter.json", about), checkpoint, target)
 
 
 class _Said:
@@ -142,8 +147,7 @@ def _deepseek_of(
     checkpoint: SafetensorsFolder, target: Transformer, reads: Sequence[int], may_be_extra: Sequence[str] = ("ids",)
 ) -> Recurrent:
     module = DeepSeek(Shared(target, _drafted(checkpoint)))
-    module.layer.attention.fuse()
-    module.layer.feed_forward.fuse()
+    module.layer.fuse()
     _fill(module, checkpoint, target, may_be_extra)
     return Recurrent(module, reads)
 
@@ -158,9 +162,7 @@ def _gemma(folder: Path, target: Transformer) -> GemmaDrafter:
     raw, checkpoint = read_json(folder / "config.json"), SafetensorsFolder(folder)
     refuse_unknown(raw, ASSISTANT_KEYS, ())
     config = gemma_config(raw, drafter=True)
-    sizes, theirs = (raw.get("backbone_hidden_size"), config.vocabulary), (target.config.width, target.config.vocabulary)
-    if sizes != theirs:
-        raise ValueError(f"the drafter in {folder} is for a target of width and vocabulary {sizes}, this one has {theirs}")
+    _fits(folder, raw.get("backbone_hidden_size"), config.vocabulary, target)
     clusters = None
     if raw.get("use_ordered_embeddings"):
         clusters = need(raw, "num_centroids", 2048), need(raw, "centroid_intermediate_top_k", 32)
@@ -170,8 +172,7 @@ def _gemma(folder: Path, target: Transformer) -> GemmaDrafter:
             )
     module = Gemma(Shared(target), config, clusters)
     for layer in module.each:
-        layer.attention.fuse()
-        layer.feed_forward.fuse()
+        layer.fuse()
     # A head of clusters is looked up row by row, so it stays in rows.
     _fill(module, checkpoint, target, ("lm_head.weight", ORDER), unpacked=() if clusters is None else (module.head,))
     if clusters is not None:

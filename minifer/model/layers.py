@@ -175,6 +175,11 @@ class Layer(nn.Module):
         self.per_layer_input = PerLayerInput(config, number) if config.per_layer_width else None
         self.scalar = declare((f"{name}.layer_scalar", (1,))) if config.layer_scalar else None
 
+    def fuse(self) -> None:
+        """Of the empty layer: matrices that read the same become one."""
+        self.attention.fuse()
+        self.feed_forward.fuse()
+
     def forward(self, x: Hidden, pass_: Pass, cache: Cache | None, slot: int) -> Hidden:
         return self.after(x, self.attention(self.attention_norm(x), pass_, cache, slot), pass_)
 

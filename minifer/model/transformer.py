@@ -148,8 +148,7 @@ class Transformer(nn.Module):
     def fuse(self) -> Transformer:
         """Of the empty model, after every technique has taken its part: matrices that read the same become one."""
         for layer in self.layers:
-            layer.attention.fuse()
-            layer.feed_forward.fuse()
+            layer.fuse()
         return self
 
     def finish(self) -> Transformer:

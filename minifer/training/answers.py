@@ -29,6 +29,7 @@ from ..prompts import WORKLOADS, workload
 from .run import bars, same_recipe
 from .templates import compose_all
 
+WORDS = "\0"  # in place of a user's own words, to find where they stand
 LONGEST = 96  # tokens of an invented prompt
 ROWS = 64  # a batch: by then a pass costs little more than a pass over one row
 
@@ -66,8 +67,8 @@ def prompts_for(tokenizer: Tokenizer, number: int, seed: int, without: Plan | No
     )
     if tokenizer.template is None:
         return [tokenizer.encode(text) for _, text in pairs]
-    told = {kind: workload(kind).instruction for kind in {kind for kind, _ in pairs}}
-    return [tokenizer.encode_chat([{"role": "user", "content": f"{told[kind]}\n\n{text}".strip()}]) for kind, text in pairs]
+    held = {kind: workload(kind) for kind in WORKLOADS}
+    return [tokenizer.encode_chat([held[kind].message(text)]) for kind, text in pairs]
 
 
 def answer(
@@ -92,21 +93,19 @@ def answer(
 
 def beginnings(tokenizer: Tokenizer) -> list[list[int]]:
     """For each workload, a chat up to where the user's own words would begin: behind what such prompts are told."""
-    mark = "\0"
-    told = [f"{workload(kind).instruction}\n\n{mark}".strip("\n") for kind in WORKLOADS]
-    texts = [tokenizer.chat_text([{"role": "user", "content": text}]).split(mark)[0] for text in told]
-    return [tokenizer.encode(text, special_tokens=False) for text in texts]
+    texts = [tokenizer.chat_text([workload(kind).message(WORDS)]) for kind in WORKLOADS]
+    return [tokenizer.encode(text.split(WORDS)[0], special_tokens=False) for text in texts]
 
 
 def whole_prompts(tokenizer: Tokenizer, invented: Sequence[Answer]) -> list[list[int]]:
     """What was written where a user's message begins, as prompts: whole ones only, each once, none like a measured one."""
     measured = runs_of_words(prompt for kind in WORKLOADS for prompt in workload(kind).prompts)
+    rest = tokenizer.chat_text([workload("chat").message(WORDS)]).split(WORDS)[1]
     found: dict[tuple[int, ...], None] = {}
     for one in invented:
         text = tokenizer.decode(one.ids[one.prompt :]).strip()
         if one.ids[-1] in tokenizer.end_ids and text and not runs_of_words([text]) & measured:
             start = tokenizer.decode(one.ids[: one.prompt], special_tokens=True)
-            rest = tokenizer.chat_text([{"role": "user", "content": "\0"}]).split("\0")[1]
             found[tuple(tokenizer.encode(start + text + rest, special_tokens=False))] = None
     return [list(ids) for ids in found]
 

@@ -54,7 +54,7 @@ class GemmaLayers(DeepStudent):
                 "rms_norm_eps": c.norm_eps,
             },
         }
-        super().__init__(recipe, Gemma(Shared(target, trains=True), from_dict(self.about, drafter=True)), target)
+        super().__init__(recipe, Gemma(Shared(target, trains=True), from_dict(self.about, drafter=True)))
         self.reads = (c.layers - 1,)
         table = matrix(self.module.head)  # a table, though two-dimensional, is not Muon's
         self.inside = [parameter for parameter in self.module.parameters() if parameter.dim() == 2 and parameter is not table]
@@ -79,9 +79,7 @@ class GemmaLayers(DeepStudent):
         hidden = self._before(lesson, rounds)
         for depth in range(deep):
             logits, hidden = self._step(lesson, Pass(ids[[one + depth for one in rounds]], tuple(spans), ()), hidden)
-            with torch.no_grad():
-                wanted = lesson.target.logits(lesson.hidden[[goal + depth for goal in goals]])
-            yield depth, logits, wanted
+            yield depth, logits, lesson.logits[[goal + depth for goal in goals]].softmax(-1)
 
     def _before(self, lesson: Lesson, rounds: list[int]) -> torch.Tensor:
         """The target's last hidden states at the tokens before these [E, D]."""

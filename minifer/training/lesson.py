@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..drafters.gemma import Gemma
+from ..drafters.recurrent import Module
 from ..model import weights
 from ..model.linear import Linear
 from ..model.passes import Pass, Span
@@ -95,18 +97,18 @@ class Student:
 class DeepStudent(Student):
     """One that drafts a token after the other, and is trained `recipe.unrolled` depths deep, as it is used."""
 
-    def __init__(self, recipe: Recipe, module: nn.Module, target: Transformer) -> None:
-        self.recipe, self.module, self.target = recipe, module, target
-        weights.initialise(module, torch.float32, target.device, recipe.seed)
+    def __init__(self, recipe: Recipe, module: Module | Gemma) -> None:
+        self.recipe, self.module = recipe, module
+        weights.initialise(module, torch.float32, module.shared.target.device, recipe.seed)
 
     def judged(self, lesson: Lesson) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(depth, its logits, the target's over the same ids), over all answers."""
+        """(depth, its logits, the target's distributions over the same ids), over all answers."""
         raise NotImplementedError
 
     def loss(self, lesson: Lesson) -> torch.Tensor:
         total = torch.zeros(())
         for depth, guess, wanted in self.judged(lesson):
-            total = total + 0.8**depth * towards(guess, wanted)
+            total = total + 0.8**depth * F.cross_entropy(guess.float(), wanted)
         return total / self.recipe.unrolled
 
     def accuracy(self, lessons: Iterable[Lesson]) -> list[float]:

@@ -41,7 +41,7 @@ class Unrolled(DeepStudent):
     module: Module
 
     def __init__(self, recipe: Recipe, module: Module, reads: Sequence[int]) -> None:
-        super().__init__(recipe, module, module.shared.target)
+        super().__init__(recipe, module)
         self.reads = tuple(reads)
         self.inside = [parameter for parameter in module.parameters() if parameter.dim() == 2]
 
@@ -49,7 +49,7 @@ class Unrolled(DeepStudent):
         states = torch.cat([lesson.states[layer] for layer in self.reads], -1)
         entries, places = pairs(lesson, self.recipe.unrolled - 1)  # the same at all depths: those that mean something at the last
         with torch.no_grad():
-            goals = self.module.shared.logits(lesson.hidden[places])
+            goals = self.module.shared.logits(lesson.hidden[places]).softmax(-1)
         for depth, features in unroll(self.module, lesson, states, self.recipe.unrolled):
             yield depth, self.module.logits(features[entries]), goals
 
