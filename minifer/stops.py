@@ -96,7 +96,7 @@ def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched:
 
 ALONE = "decode, one at a time"
 FIRST, LATER = ("speculation", "02_speculative_decoding"), ("multi-token", "03_multi_token_prediction")
-DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), FIRST) | dict.fromkeys(("eagle",), LATER)
+DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), FIRST) | dict.fromkeys(("eagle", "deepseek", "gemma"), LATER)
 STOPS = (
     Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
     Stop(ALONE, 1, one_at_a_time(plain), "decode", "01_autoregressive_decode", baseline=ALONE),

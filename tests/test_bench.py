@@ -113,6 +113,6 @@ def test_the_gain_of_a_scripted_model_is_what_its_times_say():
 def test_the_whole_bench_of_speculation(capsys):
     few = {"lengths": [2, 9], "batches": [2], "tokens": 8, "repeats": 1, "each": 1}
     cells = bench_speculation.bench_speculation("tiny", None, **few)
-    assert len(cells) == 5 * 7 + 4 * 2 + 1  # by workload and batch; 9 is more than Medusa's heads can
+    assert len(cells) == 7 * 7 + 6 * 2 + 1  # by workload and batch; 9 is more than Medusa's heads can
     out = capsys.readouterr().out
     assert "by workload: tiny" in out and "assisted generation" in out

@@ -196,7 +196,7 @@ def test_grow_takes_the_most_valuable_nodes():
 
 def test_the_bundled_ones():
     model, tokenizer = minifer.load("tiny")
-    assert drafters.available("tiny") == ["prompt_lookup", "draft_model", "medusa", "eagle"]
+    assert drafters.available("tiny") == ["prompt_lookup", "draft_model", "medusa", "eagle", "deepseek", "gemma"]
     plain = ids_of(decode.generate(minifer.load("tiny", torch.float32)[0], [tokenizer.encode("class Stack:")], 48))
     for kind in drafters.available("tiny"):
         exact = minifer.load("tiny", torch.float32)[0]
