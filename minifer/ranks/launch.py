@@ -1,7 +1,7 @@
 """Start ranks, run functions on them, get their results: from a notebook cell, a script, or under torchrun.
 
     parent ── pipe ── rank 0 ─┐
-           ── pipe ── rank 1 ─┤ one process group: gloo on loopback, NCCL where each rank has a GPU
+           ── pipe ── rank 1 ─┤ one process group: shared memory, NCCL where each rank has a GPU
            ── pipe ── rank 2 ─┘
 
     results = launch(function, ranks=3)          # [rank 0's, rank 1's, rank 2's]
@@ -11,7 +11,8 @@
 
 Processes come from a fork server that has torch already imported, so the second start is quick. Functions travel by
 cloudpickle: a closure or a cell's function will do. They meet in a file of a private folder: no port is opened but gloo's
-own, on loopback. Under torchrun the ranks exist already: `launch` runs the function here and gathers everybody's result.
+own, on loopback, where the group uses gloo. Under torchrun the ranks exist already: `launch` runs the function here and
+gathers everybody's result.
 
 If a rank raises, dies or hangs, the world ends: every process is killed, and the caller gets a RankError with that rank's
 traceback. What ranks print is kept and shown when their function has returned, rank by rank.
@@ -40,7 +41,7 @@ import torch.multiprocessing as mp
 
 from .carry import pack
 from .outputs import Outputs
-from .worker import Reply, World, backend_of, main
+from .worker import Reply, World, choose_backend, main, registered
 
 START_SECONDS = 120  # for processes to start and meet
 GRACE_SECONDS = 0.25  # between the first sign of trouble and the verdict on its cause
@@ -59,10 +60,13 @@ class Ranks:
     """A world of `ranks` processes that stays up until `close` (or the end of a `with` block, or of the parent).
 
     timeout: seconds that a `run` may take unless it says otherwise. cuda: a GPU for each rank; by default where there are
-    enough of them. threads: of each rank; by default its share of the cores.
+    enough of them. threads: of each rank; by default its share of the cores. backend: "shared_memory" (the default on a CPU
+    that it works on) or "gloo"; with GPUs NCCL carries their tensors.
     """
 
-    def __init__(self, ranks: int, timeout: float = 600, cuda: bool | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self, ranks: int, timeout: float = 600, cuda: bool | None = None, threads: int | None = None, backend: str | None = None
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"a world has one rank at least, not {ranks}")
         if dist.is_torchelastic_launched():
@@ -70,11 +74,13 @@ class Ranks:
         enough = a_gpu_each(ranks)
         if cuda and not enough:
             raise ValueError(f"{ranks} ranks want a GPU each, there are {torch.cuda.device_count()}")
-        self.ranks, self.timeout = ranks, timeout
+        cuda = enough if cuda is None else cuda
+        self.ranks, self.timeout, self.backend = ranks, timeout, choose_backend(backend, cuda)
         self._folder = tempfile.mkdtemp(prefix="minifer-ranks-")
         self._outputs = Outputs(self._folder, ranks)
-        world = World(ranks, self._folder, threads or max(1, cores() // ranks), enough if cuda is None else cuda)
+        world = World(ranks, self._folder, threads or max(1, cores() // ranks), cuda, self.backend)
         self._connections, self._processes = _start(world)
+        self._closed: set[int] = set()  # ranks that ended the conversation
         self._close = weakref.finalize(self, _end, self._processes, self._connections, self._folder)
         self._collect("start", START_SECONDS)
 
@@ -136,6 +142,7 @@ class Ranks:
                     replies[sources[ready]] = ready.recv()
                     trouble |= not replies[sources[ready]].ok
                 except (EOFError, OSError):
+                    self._closed.add(sources[ready])
                     trouble = True
             else:
                 trouble |= not self._connections[sentinels[ready]].poll()
@@ -155,7 +162,8 @@ class Ranks:
                 return RankError(rank, self._death(rank))
         raised = [(rank, reply) for rank, reply in sorted(replies.items()) if not reply.ok]
         if not raised:
-            return RankError(silent[0], f"rank {silent[0]} closed its connection without an answer")
+            closed = min(self._closed)
+            return RankError(closed, f"rank {closed} closed its connection without an answer")
         rank, reply = raised[0]
         error = RankError(rank, f"rank {rank} raised:\n{reply.text}")
         with contextlib.suppress(Exception):  # an exception need not survive its journey
@@ -183,20 +191,22 @@ class Ranks:
         return RankError(late[0], f"no answer to {what} within {seconds:g} s from rank {names} of {self.ranks}{places}")
 
 
-def launch(function: Callable[..., Any], ranks: int, timeout: float = 600, args: tuple[Any, ...] = ()) -> list[Any]:
-    """Run function(*args) on `ranks` ranks and give their results (copies of them), in rank order.
+def launch(
+    function: Callable[..., Any], ranks: int, timeout: float = 600, args: tuple[Any, ...] = (), backend: str | None = None
+) -> list[Any]:
+    """Run function(*args) on `ranks` ranks and give their results (copies of them), in rank order. backend: as for Ranks.
 
     Raises RankError if a rank raises, dies, or takes more than `timeout` seconds. Under torchrun (or inside of a rank) the
     ranks exist already: every one of them gets all results, and `ranks` must be their number. An exception is that process's
     own then, and torchrun ends the others.
     """
     if dist.is_initialized() or dist.is_torchelastic_launched():
-        return _launch_here(lambda: function(*args), ranks)
-    with Ranks(ranks, timeout) as world:
+        return _launch_here(lambda: function(*args), ranks, backend)
+    with Ranks(ranks, timeout, backend=backend) as world:
         return world.run(function, *args)
 
 
-def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
+def _launch_here(function: Callable[[], Any], ranks: int, backend: str | None) -> list[Any]:
     given = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if given != ranks:
         raise ValueError(f"the function wants {ranks} ranks, but {given} are running")
@@ -206,7 +216,7 @@ def _launch_here(function: Callable[[], Any], ranks: int) -> list[Any]:
         if cuda:
             torch.cuda.set_device(local)
         torch.set_num_threads(max(1, cores() // here))
-        dist.init_process_group(backend_of(cuda))
+        dist.init_process_group(registered(choose_backend(backend, cuda, one_host=here == given)))
         weakref.finalize(_launch_here, _leave)  # at the interpreter's end
     results: list[Any] = [None] * ranks
     dist.all_gather_object(results, function())

@@ -1,7 +1,7 @@
 """Life of a rank: join the group, run the functions that the parent sends, send back results or a traceback.
 
-A rank listens to nobody but its parent (a pipe) and its group (gloo on loopback, or NCCL). Whatever it writes to its two
-output streams goes to files; the parent shows them. It ends with its parent, however that ends.
+A rank listens to nobody but its parent (a pipe) and its group (shared memory, gloo on loopback, or NCCL). Whatever it writes
+to its two output streams goes to files; the parent shows them. It ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,6 +24,8 @@ from pathlib import Path
 import cloudpickle
 import torch
 import torch.distributed as dist
+
+from . import segment, shared_memory
 
 LONG = timedelta(days=7)  # the parent keeps the time: it knows what it asked for
 
@@ -35,6 +38,7 @@ class World:
     folder: str  # of the parent: rendezvous file and outputs
     threads: int
     cuda: bool
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def _join(rank: int, world: World) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks: all of them compute on the CPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
-        backend_of(world.cuda),
+        registered(world.backend),
         store=dist.FileStore(str(Path(world.folder) / "rendezvous"), world.ranks),
         rank=rank,
         world_size=world.ranks,
@@ -108,9 +112,22 @@ def _join(rank: int, world: World) -> None:
     )
 
 
-def backend_of(cuda: bool) -> str:
-    """What carries collectives: gloo for tensors on the CPU, NCCL for those on a GPU."""
-    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+def choose_backend(wanted: str | None, cuda: bool, one_host: bool = True) -> str:
+    """What carries collectives: NCCL where each rank has a GPU (and gloo for tensors on the CPU); else shared memory, or gloo."""
+    if wanted not in (None, "gloo", shared_memory.NAME):
+        raise ValueError(f'backend is "gloo" or "{shared_memory.NAME}", not {wanted!r}')
+    if wanted == shared_memory.NAME and not (segment.usable() and one_host and not cuda):
+        raise ValueError('shared memory joins ranks of one host that compute on an x86-64 CPU; backend="gloo" runs anywhere')
+    if cuda:
+        return "cpu:gloo,cuda:nccl"
+    if wanted is None and one_host and not segment.usable():
+        warnings.warn("ranks talk over gloo: sharing memory needs an x86-64 processor and POSIX", stacklevel=3)
+    return wanted or (shared_memory.NAME if segment.usable() and one_host else "gloo")
+
+
+def registered(backend: str) -> str:
+    """The same name, known to torch."""
+    return shared_memory.register() if backend == shared_memory.NAME else backend
 
 
 def _redirect(rank: int, world: World) -> None:

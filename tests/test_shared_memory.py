@@ -1,0 +1,385 @@
+"""The backend of processes that share memory, against gloo and against plain sums."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minifer import Ranks, launch
+from minifer.ranks import segment, shared_memory
+
+pytestmark = pytest.mark.skipif(not segment.usable(), reason="needs POSIX and an x86-64 processor")
+
+KINDS = ["all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "reduce_scatter_list", "all_to_all", "all_to_all_list",
+         "broadcast", "reduce", "gather", "scatter", "ring", "object"]  # fmt: skip
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
+cases = st.tuples(
+    st.sampled_from(KINDS), st.sampled_from(DTYPES), st.lists(st.integers(0, 9), min_size=0, max_size=3), st.integers(0, 2**20),
+    st.sampled_from(OPS), st.booleans(),
+)  # fmt: skip
+
+
+def perform(kind, dtype, shape, seed, op, group):
+    """One collective, with numbers that follow from the seed and the rank; what it leaves here."""
+    rank, n = group.rank(), group.size()
+    root, op = seed % n, getattr(dist.ReduceOp, op)
+
+    def numbers(*size, of=rank):
+        generator = torch.Generator().manual_seed(seed * 8 + of)
+        return torch.randint(0, 3, size, generator=generator).to(dtype)  # products stay exact in every dtype
+
+    def empty(*size):
+        return torch.full(size, 7).to(dtype)
+
+    x = numbers(*shape)
+    match kind:
+        case "all_reduce":
+            dist.all_reduce(x, op, group=group)
+        case "reduce":
+            dist.reduce(x, op=op, group=group, group_dst=root)
+            if rank != root:  # elsewhere it is undefined
+                return [torch.empty(0)]
+        case "broadcast":
+            dist.broadcast(x, group=group, group_src=root)
+        case "all_gather":
+            x = dist.all_gather_single(out := empty(n * x.numel()), x.flatten(), group=group) or out
+        case "all_gather_list":
+            dist.all_gather(out := [empty(*shape) for _ in range(n)], x, group=group)
+            return out
+        case "reduce_scatter":
+            dist.reduce_scatter_single(x := empty(x.numel()), numbers(n * x.numel()), op, group=group)
+        case "reduce_scatter_list":
+            dist.reduce_scatter(x := empty(*shape), [numbers(*shape) for _ in range(n)], op, group=group)
+        case "all_to_all":
+            sizes = [[(seed >> (3 * (source + to))) % 6 for to in range(n)] for source in range(n)]
+            mine, into = sizes[rank], [sizes[source][rank] for source in range(n)]
+            dist.all_to_all_single(x := empty(sum(into)), numbers(sum(mine)), into, mine, group=group)
+        case "all_to_all_list":
+            out = [empty(*shape) for _ in range(n)]
+            sent = [numbers(*shape) + to for to in range(n)]
+            if dist.get_backend(group) == "gloo":  # which has no all_to_all of lists
+                for r in range(n):
+                    dist.scatter(out[r], sent if r == rank else None, group=group, group_src=r)
+            else:
+                dist.all_to_all(out, sent, group=group)
+            return out
+        case "gather":
+            out = [empty(*shape) for _ in range(n)] if rank == root else None
+            dist.gather(x, out, group=group, group_dst=root)
+            return out or []
+        case "scatter":
+            given_ = [numbers(*shape) + to for to in range(n)] if rank == root else None
+            dist.scatter(x := empty(*shape), given_, group=group, group_src=root)
+        case "ring":
+            out = empty(*shape)
+            both = [
+                dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n),
+                dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % n),
+            ]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            x = out
+        case "object":
+            dist.all_gather_object(out := [None] * n, {"rank": rank, "numbers": x.tolist()}, group=group)
+            return [torch.tensor([one["rank"] for one in out]), *(torch.tensor(one["numbers"]) for one in out)]
+    return [x]
+
+
+def beside_gloo(some):
+    """The same collectives on both backends; those that differ."""
+    if "gloo" not in groups:
+        groups["gloo"] = dist.new_group(backend="gloo")
+    assert dist.get_backend() == shared_memory.NAME
+    wrong = []
+    for kind, dtype, shape, seed, op, in_parts in some:
+        if in_parts and shape:
+            shape = [*shape[:-1], shape[-1] * 3001]  # more than one chunk
+        ours, theirs = (perform(kind, dtype, shape, seed, op, group) for group in (dist.group.WORLD, groups["gloo"]))
+        if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+            wrong.append((kind, dtype, shape, seed, op))
+    return wrong
+
+
+groups: dict = {}  # in a rank
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(some=st.lists(cases, min_size=5, max_size=12))
+def test_every_collective_gives_what_gloo_gives(on_ranks, ranks, some):
+    assert on_ranks(ranks, beside_gloo, some) == [[]] * ranks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_collective_at_least_once(on_ranks, kind):
+    some = [(kind, dtype, [3, 5], seed, "SUM", large) for seed, dtype in enumerate(DTYPES) for large in (False, True)]
+    assert on_ranks(3, beside_gloo, some) == [[]] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_hold_the_same_bits_on_all_ranks(on_ranks, ranks):
+    def sums():
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            for count in (3, 1000, 100_001):
+                x = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+                dist.all_reduce(x)
+                found.append(x)
+        return found
+
+    first, *rest = on_ranks(ranks, sums)
+    for other in rest:
+        assert all(map(torch.equal, first, other))
+    numbers = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    torch.testing.assert_close(first[1], sum(numbers))
+    exact = sum(one.to(torch.bfloat16).to(torch.float32) for one in numbers)
+    assert torch.equal(first[4], exact.to(torch.bfloat16)), "bfloat16 is added in float32 and rounded once"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_thousand_mixed_operations(on_ranks, ranks):
+    def mixed(count):
+        rank, n, choice = dist.get_rank(), dist.get_world_size(), random.Random(1)
+        for number in range(count):
+            size, kind = choice.choice((1, 7, 64, 500, 20_000)), choice.randrange(6)
+            x = torch.full((size,), rank + number)
+            if kind == 0:
+                dist.all_reduce(x)
+                assert x[0] == x[-1] == n * number + n * (n - 1) // 2, number
+            elif kind == 1:
+                root = number % n
+                dist.broadcast(x, root)
+                assert x[0] == x[-1] == root + number, number
+            elif kind == 2:
+                out = torch.empty(n * size, dtype=torch.int64)
+                dist.all_gather_single(out, x)
+                assert out.view(n, size)[:, -1].tolist() == [number + r for r in range(n)], number
+            elif kind == 3:
+                sent = dist.isend(x, (rank + 1) % n)
+                dist.recv(x := torch.empty_like(x), (rank - 1) % n)
+                sent.wait()
+                assert x[0] == x[-1] == (rank - 1) % n + number, number
+            elif kind == 4:
+                out = torch.empty(size, dtype=torch.int64)
+                dist.reduce_scatter_single(out, x.repeat(n))
+                assert out[0] == out[-1] == n * number + n * (n - 1) // 2, number
+            else:
+                sizes = [(number + r) % 3 for r in range(n)]
+                out = torch.empty(sizes[rank] * n, dtype=torch.int64)
+                dist.all_to_all_single(out, torch.full((sum(sizes),), rank + number), [sizes[rank]] * n, sizes)
+                assert out.view(n, -1).sum(1).tolist() == [(number + r) * sizes[rank] for r in range(n)], number
+        return count
+
+    assert on_ranks(ranks, mixed, 5000, timeout=120) == [5000] * ranks
+
+
+def test_operations_are_waited_for_in_any_order(on_ranks):
+    def shuffled():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        works, wanted = [], []
+        for number in range(40):
+            x = torch.full((3000,), float(rank + number))
+            works.append(dist.all_reduce(x, async_op=True))
+            wanted.append((x, n * number + n * (n - 1) / 2))
+            works.append(dist.isend(torch.full((3000,), 100.0 * number + rank), (rank + 1) % n))
+            got = torch.empty(3000)
+            works.append(dist.irecv(got, (rank - 1) % n))
+            wanted.append((got, 100.0 * number + (rank - 1) % n))
+        random.Random(rank).shuffle(works)
+        for work in works:
+            work.wait()
+        assert all(work.is_completed() for work in works)
+        return all((x == value).all().item() for x, value in wanted)
+
+    assert on_ranks(3, shuffled) == [True] * 3
+
+
+def test_a_ring_of_64_mib(on_ranks):
+    """Far more than a pipe holds, sent by all at once."""
+
+    def ring():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        x, got = torch.full((16 << 20,), float(rank)), torch.empty(16 << 20)
+        works = [dist.isend(x, (rank + 1) % n), dist.irecv(got, (rank - 1) % n)]
+        works[0].wait()  # which needs the receiving to go on as well
+        works[1].wait()
+        return float(got.min()), float(got.max())
+
+    assert on_ranks(3, ring) == [(2.0, 2.0), (0.0, 0.0), (1.0, 1.0)]
+
+
+def test_two_groups_interleaved(on_ranks):
+    """Rank 1 is in both. What it owes one group moves while it waits in the other."""
+
+    def interleaved():
+        rank = dist.get_rank()
+        low, high = dist.new_group([0, 1]), dist.new_group([1, 2])
+        big = torch.arange(8 << 20, dtype=torch.float32)  # more than fits into a pipe
+        x = torch.tensor([float(rank)])
+        if rank == 0:
+            got = torch.empty_like(big)
+            dist.recv(got, group=low, group_src=1)
+            dist.send(torch.tensor([5.0]), 2)
+            return float(got[-1])
+        if rank == 1:
+            sent = dist.isend(big, group=low, group_dst=0)
+            dist.all_reduce(x, group=high)  # rank 2 comes only when rank 0 has everything
+            sent.wait()
+            return float(x)
+        dist.recv(y := torch.empty(1), 0)
+        dist.all_reduce(x, group=high)
+        return float(x + y)
+
+    assert on_ranks(3, interleaved) == [float((8 << 20) - 1), 3.0, 8.0]
+
+
+ALONE = """
+import os, signal, sys, torch, torch.distributed as dist
+from minifer.ranks.shared_memory import register
+rank = int(sys.argv[1])
+dist.init_process_group(register(), store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
+for number in range(100_000):
+    if rank == 1 and number == 500:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(20_000))
+    except ConnectionError as error:
+        print(number, error)
+        break
+"""
+
+
+def test_a_rank_that_is_killed_in_the_middle_ends_the_wait_of_the_others(tmp_path):
+    """Processes that nobody watches, as under torchrun."""
+    command = [sys.executable, "-c", ALONE]
+    started = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True) for rank in range(3)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert started[1].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert said[rank].strip() == "500 all_reduce over ranks [0, 1, 2]: rank 1 is gone"
+
+
+def test_gone_and_late_are_told_apart(on_ranks):
+    def left():
+        rank = dist.get_rank()
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        pair = dist.new_group()
+        errors = []
+        if rank == 1:
+            pair.shutdown()  # as its end would
+        else:
+            for one in (pair, group):
+                started = time.monotonic()
+                try:
+                    dist.all_reduce(torch.ones(2), group=one)
+                except (ConnectionError, TimeoutError) as error:
+                    errors.append((type(error).__name__, str(error), time.monotonic() - started < 5))
+        dist.barrier()
+        return errors
+
+    first, second = on_ranks(2, left)
+    assert second == []
+    assert first == [
+        ("ConnectionError", "all_reduce over ranks [0, 1]: rank 1 is gone", True),
+        ("TimeoutError", "all_reduce over ranks [0, 1]: rank 1 did not come within 0:00:00.500000", True),
+    ]
+
+
+def test_what_was_sent_before_leaving_still_arrives(on_ranks):
+    def left():
+        group = dist.new_group()
+        if dist.get_rank() == 1:
+            dist.send(torch.tensor([4]), group=group, group_dst=0)
+            group.shutdown()
+            return 4
+        time.sleep(0.1)
+        dist.recv(x := torch.empty(1, dtype=torch.int64), group=group, group_src=1)
+        return int(x)
+
+    assert on_ranks(2, left) == [4, 4]
+
+
+def test_messages_that_do_not_fit_are_errors_with_the_numbers(on_ranks):
+    def misfit():
+        errors, rank = [], dist.get_rank()
+        group = dist.new_group()
+        if rank == 0:
+            dist.send(torch.ones(3), group=group, group_dst=1)
+        else:
+            try:
+                dist.recv(torch.ones(4), group=group, group_src=0)
+            except ValueError as error:
+                errors.append(str(error))
+        for attempt in (
+            lambda: dist.all_reduce(torch.ones(4, 4).t()[:2]),
+            lambda: dist.reduce_scatter_single(torch.ones(2), torch.ones(5)),
+            lambda: dist.recv(torch.ones(1)),
+        ):
+            try:
+                attempt()
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                errors.append(str(error))
+        return errors
+
+    first, second = on_ranks(2, misfit)
+    assert "rank 0 sent 12 bytes with tag 0, rank 1 awaits 16 with tag 0" in second[0]
+    assert len(first) == 3 and "contiguous" in first[0] and "names its source" in first[2]
+
+
+def test_memory_is_its_users_alone_and_leaves_nothing_behind(on_ranks):
+    def look():
+        group = dist.new_group()
+        file = group.segment._file
+        return oct(os.fstat(file).st_mode & 0o777), os.fstat(file).st_nlink
+
+    assert on_ranks(3, look) == [("0o600", 0)] * 3
+    if os.path.isdir("/dev/shm"):
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith("minifer-")]
+
+
+def test_more_ranks_than_cores_get_on():
+    def sums():
+        x = torch.ones(10)
+        for _ in range(50):
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+        return float(x.sum())
+
+    assert launch(sums, 6, timeout=60) == [10.0] * 6
+
+
+def test_gloo_stays():
+    assert launch(dist.get_backend, 2, backend="gloo") == ["gloo"] * 2
+    with Ranks(2) as world:
+        assert world.backend == shared_memory.NAME
+    with pytest.raises(ValueError, match='backend is "gloo" or "shared_memory", not \'mpi\''):
+        Ranks(2, backend="mpi")
+
+
+def test_other_processors_use_gloo_and_say_so(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    with pytest.warns(UserWarning, match="ranks talk over gloo: sharing memory needs an x86-64 processor"):
+        assert launch(dist.get_backend, 2) == ["gloo"] * 2
+    with pytest.raises(ValueError, match="shared memory joins ranks of one host"):
+        Ranks(2, backend="shared_memory")
+
+
+def test_memory_that_does_not_fit_is_said_before_it_is_used(monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 10, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(RuntimeError, match="would share .* bytes of memory, .* has 40,960 left"):
+        segment._meet(dist.HashStore(), 0, 2, 1 << 20, None)
