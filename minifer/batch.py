@@ -204,10 +204,11 @@ class Batch:
     def sample(self, output: Output) -> torch.Tensor:
         """A token for every active row from its logits, int64 [R], -1 for the others."""
         rows = self.going
-        logits = self.adjusted(output.logits, rows)
         if all(row.sampling.greedy for row in rows):
-            chosen = logits.argmax(-1)
+            adjusted = any(row.is_adjusted for row in rows)
+            chosen = self.adjusted(output.logits, rows).argmax(-1) if adjusted else output.best
         else:
+            logits = self.adjusted(output.logits, rows)
             numbers = [0.0 if row.sampling.greedy else uniform(row.seed, len(row.tokens)) for row in rows]
             chosen = draw(distributions(logits, [row.sampling for row in rows]), numbers)
         ids = torch.full((self.rows,), -1)

@@ -178,9 +178,13 @@ def verify(
     repeated = [row for at, row in zip(batch.active, rows) for _ in range(1 + len(draft.ids[at]))]
     adjusted = any(row.is_adjusted for row in rows)
     paths = [path for at in batch.active for path in ([], *draft.paths(at))] if adjusted else None
-    logits = batch.adjusted(output.logits, repeated, paths)  # [W, V]
     simple = rule is None and all(row.sampling.greedy for row in rows)
-    said: Any = logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated])
+    said: Any  # [W] ids or [W, V] probabilities
+    if simple and not adjusted:
+        said = output.best.tolist()
+    else:
+        logits = batch.adjusted(output.logits, repeated, paths)  # [W, V]
+        said = logits.argmax(-1).tolist() if simple else distributions(logits, [row.sampling for row in repeated])
     times = (times[0], times[1] + time.perf_counter() - started)
     decided: list[list[int]] = [[] for _ in range(batch.rows)]
     place = 0  # of a row's root among the wanted tokens

@@ -117,11 +117,17 @@ def randomise(model: torch.nn.Module, table: float = 1.0, adds_one: bool = False
                 parameter.normal_(0, 0.2).add_(0.0 if name.endswith("bias") or adds_one else 1.0)
 
 
-def plain_model(folder: Path, dtype: torch.dtype = torch.float32, finish: bool = False) -> Transformer:
-    """A folder's model without its tokenizer; fused and packed only if asked for."""
+def plain_model(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    finish: bool = False,
+    shard: Callable[[Transformer], Transformer] = lambda model: model,
+) -> Transformer:
+    """A folder's model without its tokenizer; fused and packed only if asked for. shard: what a technique does to it."""
     model = Transformer(read_config(folder))
     checkpoint = SafetensorsFolder(folder)
     weights.check(model.tensors, checkpoint, model.config.may_be_extra)
+    model = shard(model)
     if finish:
         model.fuse()
     weights.fill(model, checkpoint, dtype)
@@ -160,6 +166,9 @@ class ScriptedModel:
         for row, token in enumerate(hidden.tolist()):
             logits[row, self.table.get(token, 0)] = 5.0
         return logits
+
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden).argmax(-1)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         return Cache([], rows, capacity)

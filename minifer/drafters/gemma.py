@@ -66,6 +66,12 @@ class Gemma(nn.Module):
     def each(self) -> list[Layer]:
         return list(self.layers)  # type: ignore[arg-type]
 
+    def follow(self) -> None:
+        """Of the empty module: where a rank has some of its target's keys and values, ask with the queries of those only."""
+        for cut in self.shared.target.cuts:
+            for layer in self.each:
+                cut(layer)
+
     def enter(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Tokens [A] and hidden states [A, D] -> what the first layer reads [A, d]"""
         return self.pre(torch.cat([self.shared.target.embed(ids).to(hidden.dtype), hidden], -1))

@@ -127,7 +127,7 @@ class _Said:
 def _medusa(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> Medusa:
     heads = Heads(said["heads"], said["width"], said["vocabulary"])
     drafter = Medusa(heads, target, [tuple(path) for path in said["tree"]])
-    _fill(heads, checkpoint, target)
+    _check_and_fill(heads, checkpoint, target)
     return drafter
 
 
@@ -135,7 +135,7 @@ def _eagle(said: _Said, checkpoint: SafetensorsFolder, target: Transformer) -> E
     module = Eagle(Shared(target, _drafted(checkpoint)), len(said["reads"]))
     module.attention.fuse()
     module.feed_forward.fuse()
-    _fill(module, checkpoint, target)
+    _check_and_fill(module, checkpoint, target)
     return EagleDrafter(module, said["reads"], said["size"], said["beam"])
 
 
@@ -148,7 +148,7 @@ def _deepseek_of(
 ) -> Recurrent:
     module = DeepSeek(Shared(target, _drafted(checkpoint)))
     module.layer.fuse()
-    _fill(module, checkpoint, target, may_be_extra)
+    _check_and_fill(module, checkpoint, target, may_be_extra)
     return Recurrent(module, reads)
 
 
@@ -171,10 +171,12 @@ def _gemma(folder: Path, target: Transformer) -> GemmaDrafter:
                 f"{clusters[1]} of {clusters[0]} clusters of a vocabulary of {config.vocabulary}: they are of one size"
             )
     module = Gemma(Shared(target), config, clusters)
+    weights.check(weights.tensors_of(module), checkpoint, ("lm_head.weight", ORDER))
+    module.follow()
     for layer in module.each:
         layer.fuse()
     # A head of clusters is looked up row by row, so it stays in rows.
-    _fill(module, checkpoint, target, ("lm_head.weight", ORDER), unpacked=() if clusters is None else (module.head,))
+    _fill(module, checkpoint, target, unpacked=() if clusters is None else (module.head,))
     if clusters is not None:
         if ORDER not in checkpoint.shapes:
             raise ValueError(f"{folder} has clusters of tokens, but does not say which: {ORDER}")
@@ -188,14 +190,14 @@ def _drafted(checkpoint: SafetensorsFolder) -> torch.Tensor | None:
     return None if size is None else checkpoint.read("ids", ((0, size[0]),)).long()
 
 
-def _fill(
-    module: nn.Module,
-    checkpoint: SafetensorsFolder,
-    target: Transformer,
-    may_be_extra: Sequence[str] = ("ids",),
-    unpacked: Sequence[Linear] = (),
+def _check_and_fill(
+    module: nn.Module, checkpoint: SafetensorsFolder, target: Transformer, may_be_extra: Sequence[str] = ("ids",)
 ) -> None:
     weights.check(weights.tensors_of(module), checkpoint, may_be_extra)
+    _fill(module, checkpoint, target)
+
+
+def _fill(module: nn.Module, checkpoint: SafetensorsFolder, target: Transformer, unpacked: Sequence[Linear] = ()) -> None:
     weights.fill(module, checkpoint, target.dtype, target.device)
     for part in module.modules():
         if isinstance(part, Linear) and part not in unpacked:

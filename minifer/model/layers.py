@@ -152,8 +152,8 @@ class PerLayerInput(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Hidden, pass_: Pass) -> Hidden:
-        embedded, ids = pass_.shared["embedded"], pass_.ids.to(x.device)
-        said = scaled(F.embedding(ids, self.table), self.table.shape[1] ** 0.5)
+        ids, embedded = pass_.shared["embedded"]
+        said = scaled(F.embedding(ids.to(x.device), self.table), self.table.shape[1] ** 0.5)
         seen = self.norm(F.linear(embedded, self.projection) * embedded.shape[1] ** -0.5)
         return self.after(self.out(self.activation(self.gate(x)) * ((seen + said) * 2**-0.5)))
 

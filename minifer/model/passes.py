@@ -130,6 +130,12 @@ class Output:
         assert self.hidden is not None, "this rank holds no head: read logits inside decide"
         return self.model.logits(self.hidden)
 
+    @cached_property
+    def best(self) -> torch.Tensor:
+        """int64 [W], what is likeliest after each wanted token. As with logits: inside `decide` only."""
+        assert self.hidden is not None, "this rank holds no head: read what is best inside decide"
+        return self.model.best(self.hidden)
+
     def decide(self, decision: Callable[[Output], torch.Tensor], *shape: int) -> torch.Tensor:
         """Run `decision(self)` where the output is, and give every rank the same answer: int64 of this shape, on the CPU.
 

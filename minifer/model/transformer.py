@@ -33,12 +33,17 @@ class Embedding(nn.Module):
         self.weight = declare(("model.embed_tokens.weight", (config.vocabulary, config.width)))
         self.scale = config.embedding_scale
 
+    def look_up(self, ids: torch.Tensor) -> Hidden:
+        """[N] -> [N, D], as they stand in the table."""
+        return F.embedding(ids.to(self.weight.device), self.weight)
+
     def embed(self, ids: torch.Tensor) -> Hidden:
         """[N] -> [N, D]"""
-        return scaled(F.embedding(ids.to(self.weight.device), self.weight), self.scale)
+        return scaled(self.look_up(ids), self.scale)
 
     def forward(self, pass_: Pass) -> tuple[Hidden, list[torch.Tensor]]:
-        hidden = pass_.shared["embedded"] = self.embed(pass_.ids)
+        hidden = self.embed(pass_.ids)
+        pass_.shared["embedded"] = pass_.ids, hidden
         return hidden, []
 
 
@@ -55,6 +60,19 @@ class Head(nn.Module):
         if pass_.wanted != tuple(range(len(hidden))):
             hidden = hidden[list(pass_.wanted)]
         return self.norm(hidden), dict(zip(sorted(pass_.states), states))
+
+    def raw(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[W, D] -> [W, V] as the matrix gives them."""
+        return self.linear(hidden)
+
+    def best(self, hidden: torch.Tensor, bent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """[W, D] -> [W], each token's likeliest successor, the lowest id of equals. bent: what makes logits of `raw`."""
+        return bent(self.raw(hidden)).argmax(-1)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Its matrix [V, D]."""
+        return self.linear.rows
 
 
 class Chunk(nn.Module):
@@ -84,8 +102,8 @@ class Transformer(nn.Module):
     """A whole model, empty (on the meta device) until `weights.fill`.
 
     chunks: what this rank runs. agreements: how a decision travels to the other ranks, innermost group first; empty on a
-    plain model. tensors: {checkpoint tensor: shape} of the whole model, whatever a technique cuts from it later. name: by
-    which it was loaded.
+    plain model. cuts: what techniques do to a layer, for those who build layers that read this model's cache. tensors:
+    {checkpoint tensor: shape} of the whole model, whatever a technique cuts from it later. name: by which it was loaded.
     """
 
     def __init__(self, config: Config) -> None:
@@ -94,6 +112,7 @@ class Transformer(nn.Module):
         layers = [Layer(config, number) for number in range(config.layers)]
         self.chunks = nn.ModuleList([Chunk(Embedding(config), layers, Head(config))])
         self.agreements: list[Agreement] = []
+        self.cuts: list[Callable[[Layer], None]] = []
         self.tensors = tensors_of(self)
         self.bytes_kept_twice = 0
         self.name = ""
@@ -134,7 +153,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[W, D] -> [W, V] in float32 at least."""
-        return self.bent(self.head.linear(hidden))
+        return self.bent(self.head.raw(hidden))
+
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[W, D] -> [W], the arguments of the largest logits, the lowest id of equals."""
+        return self.head.best(hidden, self.bent)
 
     def bent(self, logits: torch.Tensor) -> torch.Tensor:
         """What a head gives, as logits: in float32 at least, and below the cap if the model has one."""

@@ -69,7 +69,7 @@ class MedusaHeads(Student):
         self.nodes, self.module = recipe.nodes, Heads(recipe.heads, c.width, c.vocabulary)
         weights.initialise(self.module, torch.float32, target.device, recipe.seed)
         with torch.no_grad():
-            own = target.head.linear.rows  # [V, D]
+            own = target.head.rows  # [V, D]
             for one in self.module.each:
                 matrix(one.block).zero_()
                 matrix(one.out).copy_(own)
