@@ -37,6 +37,18 @@ def bench_command(parser: argparse.ArgumentParser) -> None:
     speculating.add_argument("--repeats", type=positive, default=3, metavar="N", help="turns of each (default: 3)")
     speculating.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
     speculating.set_defaults(run=_run_bench_speculation)
+    slicing = kinds.add_parser("tensor", help="ranks with slices of a model, beside one rank, one process, gloo and transformers")
+    slicing.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+    slicing.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: 2, of one thread each")
+    slicing.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
+    slicing.add_argument("--tokens", type=positive, default=64, metavar="N", help="new tokens a prompt (default: 64)")
+    slicing.add_argument("--prompt", type=positive, default=512, metavar="N", help="tokens of the long prompt (default: 512)")
+    slicing.add_argument("--repeats", type=positive, default=5, metavar="N", help="turns (default: 5)")
+    slicing.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    slicing.set_defaults(run=_run_bench_tensor)
+    collectives = kinds.add_parser("collectives", help="each collective over shared memory and over gloo")
+    collectives.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
+    collectives.set_defaults(run=_run_bench_collectives)
     launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
     launching.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
     launching.set_defaults(run=_run_bench_launch)
@@ -56,6 +68,21 @@ def _run_bench_speculation(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else None
     sizes = {"tokens": options.tokens, "repeats": options.repeats, "each": options.prompts}
     bench_speculation(options.model, options.drafters, options.lengths, options.batches, dtype=dtype, **sizes)
+    return 0
+
+
+def _run_bench_tensor(options: argparse.Namespace) -> int:
+    from .bench_tensor import bench_tensor
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    bench_tensor(options.model, options.ranks, options.batches, options.tokens, options.prompt, options.repeats, dtype)
+    return 0
+
+
+def _run_bench_collectives(options: argparse.Namespace) -> int:
+    from .bench_tensor import bench_collectives
+
+    bench_collectives(options.ranks)
     return 0
 
 

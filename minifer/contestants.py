@@ -16,7 +16,9 @@ import torch
 from . import decode
 from .batch import Request
 from .model.gguf import GGUFFile
+from .model.load import default_dtype
 from .model.transformer import Transformer
+from .ranks.launch import Ranks
 
 Contestant = Callable[[list[list[int]], int], float]  # (prompts, tokens) -> seconds a token after the first
 
@@ -60,6 +62,50 @@ def transformers_generate(place: Path, dtype: torch.dtype, assistant: Path | Non
         return (seconds(ids, tokens) - seconds(ids, 1)) / (tokens - 1)
 
     return run
+
+
+def transformers_tensor_parallel(place: Path, folder: Path, world: Ranks, dtype: torch.dtype | None) -> Contestant | None:
+    """transformers' own tensor parallelism on the ranks of a world, where it is installed. folder: an empty one, to put weights in.
+
+    With tokens = 0 the seconds of a prompt's pass. Raises RankError if it cannot.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    dtype = dtype or default_dtype(torch.device("cpu"))
+    if place.is_dir():
+        folder = place
+    else:
+        _from_gguf(GGUFFile(place), dtype).save_pretrained(folder)
+    world.run(_hold_sharded, str(folder), dtype)
+
+    def run(prompts: list[list[int]], tokens: int) -> float:
+        return max(world.run(_sharded_seconds, prompts, tokens))
+
+    return run
+
+
+_sharded: dict[str, Any] = {}  # in a rank: transformers' model
+
+
+def _hold_sharded(folder: str, dtype: torch.dtype) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    _sharded["model"] = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, tp_plan="auto").eval()
+
+
+def _sharded_seconds(prompts: list[list[int]], tokens: int) -> float:
+    ids, model = torch.tensor(prompts), _sharded["model"]
+    with torch.inference_mode():
+        started = time.perf_counter()
+        output = model(ids, use_cache=True)
+        if not tokens:
+            return time.perf_counter() - started
+        started = time.perf_counter()
+        for _ in range(tokens - 1):
+            ids = output.logits[:, -1:].argmax(-1)
+            output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+        return (time.perf_counter() - started) / (tokens - 1)
 
 
 def _from_gguf(file: GGUFFile, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import data_parallel, decode, drafters, mtp
+from . import data_parallel, decode, drafters, mtp, tensor_parallel
 from .batch import Batch, Completion
 from .model.passes import Output, Pass
 from .model.transformer import Transformer
@@ -26,7 +26,7 @@ class Stop:
     """A stop of the tour: how a technique is called, on how many ranks, what each rank runs, and where to read about it.
 
     drafter: the kind that it needs; models for which there is none are not taken there. baseline: the stop whose speed its own
-    is held against.
+    is held against. shard: what each rank keeps of the model; None: all of it.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Stop:
     lesson: str = ""
     drafter: str = ""
     baseline: str = "autoregressive decode"
+    shard: Callable[[Transformer], Transformer] | None = None
 
 
 def plain(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
@@ -52,9 +53,9 @@ def speculative(kind: str) -> Technique:
 
 
 def _speculate(kind: str, model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
-    if (kind, model.name) not in _drafters:
-        _drafters[kind, model.name] = drafters.load(kind, model)
-    batch, loop, cache = mtp.start(model, prompts, _drafters[kind, model.name], max_new_tokens=tokens)
+    if (kind, id(model)) not in _drafters:
+        _drafters[kind, id(model)] = drafters.load(kind, model)
+    batch, loop, cache = mtp.start(model, prompts, _drafters[kind, id(model)], max_new_tokens=tokens)
     run = Run([])
     run.completions = decode.run(model, _watch(batch, loop, run, range(len(prompts))) if watched else loop, cache)
     return run
@@ -78,13 +79,40 @@ def _alone(technique: Technique, model: Transformer, prompts: list[list[int]], t
 
 
 # In a rank: the drafters that were loaded, by kind and model. Functions that use it go there by name, never with its contents.
-_drafters: dict[tuple[str, str], drafters.Drafter] = {}
+_drafters: dict[tuple[str, int], drafters.Drafter] = {}
+
+
+def together(technique: Technique) -> Technique:
+    """The same on a model that all ranks run together: a pass of all of them is one pass."""
+    return partial(_together, technique)
+
+
+def _together(technique: Technique, model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    run = technique(model, prompts, tokens, watched)
+    if dist.get_rank():
+        run.row_passes = 0  # the first rank counts
+    return run
+
+
+def slices(model: Transformer) -> Transformer:
+    """tensor_parallel.shard over all ranks"""
+    return tensor_parallel.shard(model, _world())
+
+
+def slices_and_tokens(model: Transformer) -> Transformer:
+    """The same, with norms and residuals on shares of the tokens"""
+    return tensor_parallel.shard(model, _world(), sequence_parallel=True)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
     """data_parallel.generate over all ranks"""
-    group, run = dist.group.WORLD, Run([])
-    assert group is not None
+    group, run = _world(), Run([])
     mine = data_parallel.deal(range(len(prompts)), group.size(), group.rank())
 
     def serve(model: Transformer, share: list[list[int]], max_new_tokens: int) -> list[Completion]:
@@ -97,6 +125,7 @@ def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched:
 ALONE = "decode, one at a time"
 FIRST, LATER = ("speculation", "02_speculative_decoding"), ("multi-token", "03_multi_token_prediction")
 DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), FIRST) | dict.fromkeys(("eagle", "deepseek", "gemma"), LATER)
+TENSOR = ("tensor_parallel", "04_tensor_parallelism")
 STOPS = (
     Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
     Stop(ALONE, 1, one_at_a_time(plain), "decode", "01_autoregressive_decode", baseline=ALONE),
@@ -104,6 +133,9 @@ STOPS = (
         Stop(f"{what}: {kind.replace('_', ' ')}", 1, one_at_a_time(speculative(kind)), "mtp", lesson, kind, ALONE)
         for kind, (what, lesson) in DRAFTERS.items()
     ),
+    Stop("tensor parallelism", 2, together(plain), *TENSOR, shard=slices),
+    Stop("tensor + sequence", 2, together(plain), *TENSOR, shard=slices_and_tokens),
+    Stop("tensor × deepseek", 2, together(one_at_a_time(speculative("deepseek"))), *TENSOR, "deepseek", ALONE, slices),
     Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
 )
 

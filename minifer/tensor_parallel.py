@@ -218,9 +218,9 @@ class VocabularyHead(Head):
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[...] of each rank -> [n, ...] on all."""
-    out = mine.new_empty(group.size(), *mine.shape)
+    out = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     all_gather_single(out, mine.contiguous(), group=group)
-    return out
+    return out.view(group.size(), *mine.shape)
 
 
 class TokenBlock(nn.Module):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from .model.transformer import Transformer
 from .prompts import first
 from .ranks import Ranks, trace
 from .ranks.launch import a_gpu_each, cores
-from .stops import STOPS, Stop, Technique, stops_for
+from .stops import STOPS, Stop, stops_for
 from .verdict import Result, Run, judge
 
 
@@ -95,36 +96,35 @@ def _run_all(
             with console.status(f"{stop.name}: the model on {stop.ranks} rank(s)"):
                 if stop.ranks not in worlds:
                     worlds[stop.ranks] = Ranks(stop.ranks, cuda=cuda, threads=threads)
-                    worlds[stop.ranks].run(_settle, *model)
-                watched[stop.name] = worlds[stop.ranks].run(_visit, *asked, stop.technique, True)
+                watched[stop.name] = worlds[stop.ranks].run(_look, *model, *asked, stop)
         for repeat in range(repeats):
             for stop in stops:
                 with console.status(f"{stop.name}: run {repeat + 1} of {repeats}"):
-                    timed[stop.name].append(worlds[stop.ranks].run(_visit, *asked, stop.technique, False))
+                    timed[stop.name].append(worlds[stop.ranks].run(_visit, *asked, stop, False))
     finally:
         for world in worlds.values():
             world.close()
     return watched, timed
 
 
-_held: dict[str, Transformer] = {}  # in a rank: the model that _settle loaded, for _visit
+_held: dict[Any, Transformer] = {}  # in a rank: the models that it has loaded, by what it keeps of them
 
 
-def _settle(name: str, dtype: torch.dtype) -> None:
-    """On a rank: load the model once."""
-    _held["model"], _ = load(name, dtype)
-
-
-def _visit(prompts: list[list[int]], tokens: int, technique: Technique, watched: bool) -> Run:
-    """On a rank: one run."""
-    dist.barrier()
-    if not watched:
-        return technique(_held["model"], prompts, tokens, False)
-    technique(_held["model"], prompts, 2, False)  # warm up
+def _look(name: str, dtype: torch.dtype, prompts: list[list[int]], tokens: int, stop: Stop) -> Run:
+    """On a rank: load what it needs; a run that is watched, and one that is recorded, since watching may need calls of its own."""
+    if stop.shard not in _held:
+        _held[stop.shard], _ = load(name, dtype, shard=stop.shard)
+    run = _visit(prompts, tokens, stop, True)
     with trace.record() as record:
-        run = technique(_held["model"], prompts, tokens, True)
+        _visit(prompts, tokens, stop, False)
     run.record = record
     return run
+
+
+def _visit(prompts: list[list[int]], tokens: int, stop: Stop, watched: bool) -> Run:
+    """On a rank: one run."""
+    dist.barrier()
+    return stop.technique(_held[stop.shard], prompts, tokens, watched)
 
 
 def _show(results: list[Result], console: Console) -> None:
@@ -135,7 +135,7 @@ def _show(results: list[Result], console: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for r in results:
         verdict = "[green]yes[/]" if r.exact else "[red]NO[/]"
-        numbers = (f"{r.tokens_per_pass:.2f}", f"{r.collectives:.2f}", f"{r.payload_bytes:,.0f}", f"{r.tokens_per_second:,.0f}")
+        numbers = (f"{r.tokens_per_pass:.2f}", f"{r.collectives:.2f}", _short(r.payload_bytes), f"{r.tokens_per_second:,.0f}")
         table.add_row(r.name, verdict, str(r.ranks), *numbers, f"{r.ratio:.2f}")
     console.print(table)
     notes = (
@@ -147,6 +147,11 @@ def _show(results: list[Result], console: Console) -> None:
     for result in results:
         if result.difference:
             console.print(f"{result.name}: {result.difference}", soft_wrap=True, highlight=False)
+
+
+def _short(number: float) -> str:
+    """In thousands where it is long."""
+    return f"{number:,.0f}" if number < 10_000 else f"{number / 1000:,.0f} k"
 
 
 def _check_picture(picture: Path | None) -> None:

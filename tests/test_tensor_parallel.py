@@ -64,6 +64,16 @@ def test_logits_and_ids_are_those_of_one_device(on_ranks, checkpoint, family, ra
                 torch.testing.assert_close(mine, one, rtol=0, atol=1e-9)
 
 
+def test_over_gloo_it_is_the_same(checkpoint):
+    folder = checkpoint("llama")
+    wanted, wanted_ids = everything(plain_model(folder, torch.float64))
+    with minifer.Ranks(2, backend="gloo") as world:
+        for tokens in (False, True):
+            for numbers, ids in world.run(run, folder, tokens):
+                assert ids == wanted_ids
+                torch.testing.assert_close(numbers, wanted, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("tokens", [False, True])
 def test_five_ranks_fused_and_in_float32(on_ranks, checkpoint, tokens):
     folder = checkpoint("qwen3")  # 6 query heads over 3 key/value heads

@@ -3,6 +3,7 @@
 from .drafters import anatomy
 from .map import technique_map
 from .pictures import cache_growth, matrix, roofline, visibility
+from .slices import slices
 from .speculation import Written, draft_tree, overlap
 from .style import ACTIVITY, SERIES, picture, style
 from .timeline import bytes_table, perfetto, timeline, timelines
@@ -10,5 +11,5 @@ from .widgets import play
 
 __all__ = [
     "ACTIVITY", "SERIES", "Written", "anatomy", "bytes_table", "cache_growth", "draft_tree", "matrix", "overlap", "perfetto",
-    "picture", "play", "roofline", "style", "technique_map", "timeline", "timelines", "visibility",
+    "picture", "play", "roofline", "slices", "style", "technique_map", "timeline", "timelines", "visibility",
 ]  # fmt: skip
