@@ -21,8 +21,8 @@ STATIONS = (
 TECHNIQUES: dict[str, tuple[tuple[int, ...], bool]] = {
     "autoregressive decode": ((1, 2, 5, 8), True),
     "speculative decoding": ((2, 5, 8), True),
-    "multi-token prediction": ((2, 5, 8), False),
-    "tensor, sequence parallelism": ((3, 4, 5, 6, 7), False),
+    "multi-token prediction": ((2, 5, 8), True),
+    "tensor, sequence parallelism": ((3, 4, 5, 6, 7), True),
     "data parallelism": ((0,), True),
     "pipeline parallelism": ((1, 2, 3, 7, 8), False),
     "expert parallelism": ((6,), False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from matplotlib.patches import Rectangle
 
@@ -18,9 +19,9 @@ def slices(matrices: Mapping[str, Cut], dark: bool = False) -> Picture:
         axes = figure.subplots()
         largest = max(inputs for inputs, _, _, _ in matrices.values())
         at = 0.0
-        gap = 0.12 * largest
+        gap = 0.2 * largest
         for name, (inputs, outputs, way, bounds) in matrices.items():
-            for rank, (low, high) in enumerate(zip(bounds, bounds[1:])):
+            for rank, (low, high) in enumerate(pairwise(bounds)):
                 colour = SERIES[rank % len(SERIES)]
                 corner, size = ((at + low, 0), (high - low, inputs)) if way == "columns" else ((at, low), (outputs, high - low))
                 axes.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="#888888", alpha=0.8))
