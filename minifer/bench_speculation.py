@@ -191,15 +191,15 @@ def bench_speculation(
 ) -> list[Cell]:
     """Each drafter by workload, by draft length and by batch; prints tables and returns their cells.
 
-    kinds: names or folders of drafters; None: those there are, and prompt lookup before EAGLE. each: prompts of each workload.
+    kinds: names or folders of drafters; None: those there are, and prompt lookup before EAGLE and before DeepSeek's module. each: prompts of each workload.
     """
     if tokens < 2:
         raise ValueError("a rate of tokens after the first needs two tokens at least")
     console = console or Console()
-    console.width = max(110, console.width)
+    console.width = max(125, console.width)
     bench = Bench(name, dtype, tokens, repeats)
     there = drafters.available(name)
-    usual = [*there, *(["prompt_lookup+eagle"] if "eagle" in there else [])]
+    usual = [*there, *(f"prompt_lookup+{kind}" for kind in ("eagle", "deepseek") if kind in there)]
     loaded = {kind: drafters.load(kind, bench.model, bench.tokenizer) for kind in kinds or usual}
     mixed = bench.prompts(WORKLOADS, each)
     jobs: list[tuple[str, str, int, Prompts, int]] = []

@@ -33,6 +33,8 @@ def anatomy(numbers: Mapping[str, str] | None = None, dark: bool = False) -> Pic
             _panel(axes, parts, colour)
             axes.set_title(name, color=colour)
             axes.text(0, -0.3, (numbers or {}).get(name, ""), fontsize=10, va="center")
+            for x, what in ((1.0, "target"), (4.1, "drafter")):
+                axes.text(x, 6.65, what, ha="center", fontsize=10, alpha=0.7)
     return figure
 
 
@@ -49,7 +51,7 @@ def _panel(axes: Axes, drafter: tuple[tuple[int, ...], str, str, str], colour: s
     _box(axes, 4.1, 2.2, keeps if filled else "keeps nothing", colour if filled else "none", filled)
     if filled:
         axes.annotate("", (4.1, 2.9), (4.1, 3.9), arrowprops={"arrowstyle": "<->", "color": colour, "lw": 1.6})
-    axes.set(xlim=(0, 5.4), ylim=(-0.7, 6.7))
+    axes.set(xlim=(0, 5.4), ylim=(-0.7, 6.9))
     axes.axis("off")
 
 

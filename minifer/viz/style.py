@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
+from PIL import Image
 
 ACTIVITY = {"computing": "#0072B2", "communicating": "#E69F00", "waiting": "#BBBBBB"}
 # For things that are told apart otherwise: ranks, techniques, rows.
@@ -24,9 +25,10 @@ class Picture(Figure):
     """A figure that a notebook shows when it is a cell's last value, with no pyplot and no global state behind it."""
 
     def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png")
-        return buffer.getvalue()
+        full, small = io.BytesIO(), io.BytesIO()
+        self.savefig(full, format="png")
+        Image.open(full).convert("RGB").quantize(256).save(small, format="png", optimize=True)  # a third of the bytes
+        return small.getvalue()
 
 
 _COMMON: dict[str, Any] = {
