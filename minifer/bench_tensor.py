@@ -103,7 +103,7 @@ def bench_tensor(
     Returns {work: {contestant: seconds of each turn}}.
     """
     console = console or Console()
-    console.width = max(100, console.width)
+    console.width = max(140, console.width)
     works = [*(Work(f"decode, batch {batch}", batch, tokens) for batch in batches), Work(f"prompt of {prompt}", prompt=prompt)]
     one, threaded = "1 rank, 1 thread", f"1 process, {ranks} threads"
     plans = {
@@ -167,20 +167,19 @@ def _transformers(
 
 
 def _gains(found: dict[str, dict[str, list[float]]], works: Sequence[Work], one: str, threaded: str, title: str) -> Table:
+    """Each cell: the speed, and how many times that of one rank and of one process with threads it is."""
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for work in works:
-        table.add_column(work.name + ("\ntokens/s" if work.tokens else "\nms"), justify="right", no_wrap=True)
-        table.add_column(f"× {one.split(',')[0]}", justify="right", no_wrap=True)
-        table.add_column("× threads", justify="right", no_wrap=True)
+        table.add_column(f"{work.name}\n{'tokens/s' if work.tokens else 'ms'}, × rank, × threads", justify="right", no_wrap=True)
     for contestant in next(iter(found.values())):
         cells = []
         for work in works:
             mine = found[work.name][contestant]
             median = statistics.median(mine)
-            cells.append(f"{work.batch / median:.0f}" if work.tokens else f"{1000 * median:.0f}")
-            for other in (one, threaded):
-                cells.append(f"{statistics.median(b / a for a, b in zip(mine, found[work.name][other])):.2f}")
+            speed = f"{work.batch / median:.0f}" if work.tokens else f"{1000 * median:.0f}"
+            ratios = [statistics.median(b / a for a, b in zip(mine, found[work.name][other])) for other in (one, threaded)]
+            cells.append(f"{speed}  {ratios[0]:.2f}  {ratios[1]:.2f}")
         table.add_row(contestant, *cells)
     return table
 
@@ -189,7 +188,7 @@ def _shares(shares: dict[str, list[Share]], one: str) -> Table:
     """What each rank reads, keeps and sends a step."""
     table = Table(title="a rank's part, and a step of one row", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("", "weights read, MB", "of one rank's", "kept, MB", "calls", "payload, bytes"):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     [whole] = shares[one]
     for title, ranks in shares.items():
         calls = ", ".join(f"{count} {kind.removesuffix('_single')}" for kind, count in sorted(ranks[0].calls.items()))
@@ -245,8 +244,8 @@ def bench_collectives(
     console = console or Console()
     found = {}
     table = Table(title="µs a call, shared memory / gloo, and how many times as fast", box=SIMPLE, pad_edge=False)
-    table.add_column("ranks")
-    table.add_column("")
+    table.add_column("ranks", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for size in sizes:
         table.add_column(f"{size:,} B", justify="right", no_wrap=True)
     with Progress(console=console, transient=True) as progress:
@@ -263,6 +262,6 @@ def bench_collectives(
                         cells.append(f"{1e6 * mine:,.0f} / {1e6 * theirs:,.0f}: {ratio:.0f} ×")
                         progress.advance(bar)
                     table.add_row(str(count), kind, *cells)
-    console.width = max(120, console.width)
+    console.width = max(140, console.width)
     console.print(table)
     return found

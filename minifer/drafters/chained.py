@@ -31,7 +31,7 @@ class Shared:
         if ids is not None and not (len(ids) and int(ids.min()) >= 0 and int(ids.max()) < target.config.vocabulary):
             raise ValueError(f"{len(ids)} ids to draft must be ids of the target's vocabulary of {target.config.vocabulary}")
         self.target, self.ids = target, ids
-        rows = target.head.rows if trains or ids is not None else None
+        rows = target.head.rows if target.decides and (trains or ids is not None) else None
         self.head: Linear | None = None if rows is None else linear_of(rows if ids is None else rows[ids], pack=not trains)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

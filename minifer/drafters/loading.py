@@ -57,7 +57,8 @@ def load(name: str | Path, target: Transformer, tokenizer: Tokenizer | None = No
     "deepseek" for a target whose own checkpoint has such a module behind its layers is that one.
 
     A folder holds what `minifer train drafters` writes, or any smaller model of a Hugging Face layout. tokenizer: the target's;
-    a model with another one is refused. Raises ValueError or FileNotFoundError naming what does not fit.
+    a model with another one is refused. On a rank that does not decide (an earlier stage of a pipeline) it stays empty: there it
+    only says what it reads and how long its drafts are. Raises ValueError or FileNotFoundError naming what does not fit.
     """
     first, plus, then = str(name).partition("+")
     if plus and not Path(name).is_dir():
@@ -91,8 +92,10 @@ def _draft_model(folder: Path, target: Transformer, tokenizer: Tokenizer | None)
         common = own.vocabulary
     drafter = DraftModel(model, target, common)
     weights.check(model.tensors, checkpoint, model.config.may_be_extra)
-    weights.fill(model.fuse(), checkpoint, target.dtype, target.device)
-    model.finish()
+    model.fuse()
+    if target.decides:
+        weights.fill(model, checkpoint, target.dtype, target.device)
+        model.finish()
     return drafter
 
 
@@ -198,6 +201,8 @@ def _check_and_fill(
 
 
 def _fill(module: nn.Module, checkpoint: SafetensorsFolder, target: Transformer, unpacked: Sequence[Linear] = ()) -> None:
+    if not target.decides:
+        return
     weights.fill(module, checkpoint, target.dtype, target.device)
     for part in module.modules():
         if isinstance(part, Linear) and part not in unpacked:

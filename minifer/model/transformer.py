@@ -88,11 +88,15 @@ class Chunk(nn.Module):
 
     def forward(self, pass_: Pass, cache: Cache | None) -> tuple[torch.Tensor | None, dict[int, torch.Tensor] | None]:
         hidden, states = self.entrance(pass_)
+        return self.exit(self.through(hidden, states, pass_, cache), states, pass_)
+
+    def through(self, hidden: Hidden, states: list[torch.Tensor], pass_: Pass, cache: Cache | None) -> Hidden:
+        """Its layers alone. states: what the pass asks for is added to it."""
         for slot, layer in zip(self.slots, self.layers):
             hidden = layer(hidden, pass_, cache, slot)
             if layer.number in pass_.states:
                 states.append(hidden)
-        return self.exit(hidden, states, pass_)
+        return hidden
 
 
 Agreement = Callable[[torch.Tensor | None, tuple[int, ...]], torch.Tensor | None]
@@ -114,6 +118,7 @@ class Transformer(nn.Module):
         self.agreements: list[Agreement] = []
         self.cuts: list[Callable[[Layer], None]] = []
         self.tensors = tensors_of(self)
+        self.lookup: Embedding | None = None  # of a rank that runs no embedding but is asked to embed all the same
         self.bytes_kept_twice = 0
         self.name = ""
 
@@ -146,6 +151,11 @@ class Transformer(nn.Module):
         return Output(self, pass_, *given, cache)
 
     @property
+    def decides(self) -> bool:
+        """Whether this rank holds the head, so that outputs can be decided on here."""
+        return isinstance(self.chunks[-1].exit, Head)
+
+    @property
     def head(self) -> Head:
         """The exit of its last layer. On the ranks that hold it."""
         assert isinstance(self.chunks[-1].exit, Head), "this rank holds no head"
@@ -166,7 +176,11 @@ class Transformer(nn.Module):
 
     def embed(self, ids: torch.Tensor) -> Hidden:
         """[N] -> [N, D], as the first layer is given them. On the ranks that hold the embedding."""
-        return self.chunks[0].entrance.embed(ids)  # type: ignore[union-attr, operator]
+        entrance = self.chunks[0].entrance
+        table = entrance if isinstance(entrance, Embedding) else self.lookup
+        if table is None:
+            raise ValueError("this rank holds no embedding, which its drafter reads: pipeline_parallel.shard(..., drafting=True)")
+        return table.embed(ids)
 
     def fuse(self) -> Transformer:
         """Of the empty model, after every technique has taken its part: matrices that read the same become one."""
@@ -179,7 +193,8 @@ class Transformer(nn.Module):
 
         A tied head is packed too, beside the rows that the embedding looks up: `bytes_kept_twice` says what that costs.
         """
-        embedding = {id(chunk.entrance.weight) for chunk in self.chunks if isinstance(chunk.entrance, Embedding)}
+        tables = [self.lookup, *(chunk.entrance for chunk in self.chunks)]
+        embedding = {id(table.weight) for table in tables if isinstance(table, Embedding)}
         matrices = [module for module in self.modules() if isinstance(module, Linear) and module.weight is not None]
         # Equal sizes one after the other: each takes the room that the one before it has left.
         for matrix in sorted(matrices, key=lambda matrix: matrix.weight.nbytes, reverse=True):  # type: ignore[union-attr]
@@ -192,6 +207,8 @@ class Transformer(nn.Module):
         """The cache layer that this layer of the model reads. On the rank that runs it."""
         places = [(chunk.layers, chunk.slots) for chunk in self.chunks]
         found = {layer.number: slot for layers, slots in places for layer, slot in zip(layers, slots)}  # type: ignore[arg-type]
+        if number not in found:
+            raise ValueError(f"the keys and values of layer {number} are not on this rank, which runs layers {sorted(found)}")
         return found[number]
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
