@@ -191,7 +191,8 @@ def bench_speculation(
 ) -> list[Cell]:
     """Each drafter by workload, by draft length and by batch; prints tables and returns their cells.
 
-    kinds: names or folders of drafters; None: those there are, and prompt lookup before EAGLE and before DeepSeek's module. each: prompts of each workload.
+    kinds: names or folders of drafters; None: those there are, and prompt lookup before EAGLE and before DeepSeek's module.
+    each: prompts of each workload.
     """
     if tokens < 2:
         raise ValueError("a rate of tokens after the first needs two tokens at least")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -178,11 +179,11 @@ def run(model: Transformer, loops: Sequence[decode.Steps], caches: Sequence[Cach
                 resume(at)  # its first turn; on an earlier stage every one: what the last stage decided is due
             if at in passes:
                 pass_, chunks = passes[at]
-                given = chunks.popleft()(pass_, caches[at])
+                hidden, states = chunks.popleft()(pass_, caches[at])
                 if not chunks:
                     del passes[at]
                     caches[at].commit(pass_)
-                    outputs[at] = Output(model, pass_, *given, caches[at])
+                    outputs[at] = Output(model, pass_, hidden, states, caches[at])
                     if post.last:
                         resume(at)  # so that its decision leaves at once
             if at not in results:
@@ -215,7 +216,7 @@ def generate(
     decode.requests_of(model, prompts, options.get("max_new_tokens", 64))  # with the prompts' own numbers in errors
     m = min(micro_batches, max(1, len(prompts)))
     bounds = [len(prompts) * at // m for at in range(m + 1)]
-    begun = [begin(model, prompts[first:end], **options) for first, end in zip(bounds, bounds[1:])]
+    begun = [begin(model, prompts[first:end], **options) for first, end in pairwise(bounds)]
     done = run(model, [loop for _, loop, _ in begun], [cache for _, _, cache in begun])
     return [completion for completions in done for completion in completions]
 

@@ -136,8 +136,11 @@ def _needed(step: Step, part: int, parts: int) -> list[tuple[bool, int, int]]:
 
 @dataclass
 class Executed:
-    """What a stage has to show. outputs, losses: {micro-batch: ...} on the stage that holds the head. most_kept: micro-batches (times
-    chunks) whose activations it kept at once."""
+    """What a stage has to show.
+
+    outputs, losses: {micro-batch: ...} on the stage that holds the head. most_kept: micro-batches (times chunks) whose
+    activations it kept at once.
+    """
 
     outputs: dict[int, Output]
     losses: dict[int, float]
@@ -186,7 +189,8 @@ class Executor:
         if part + 1 < self.parts:
             self.post.send(went.detach(), part + 1)
         else:
-            output = Output(self.model, pass_, *chunk.exit(went, [], pass_), cache)
+            hidden, states = chunk.exit(went, [], pass_)
+            output = Output(self.model, pass_, hidden, states, cache)
             if self.loss is None:
                 self.done.outputs[step.micro_batch] = output
             else:

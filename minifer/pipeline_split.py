@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def balanced(layers: Sequence[float], last: float, parts: int, allowed: Sequence
     """
     count, places = len(layers), set(range(1, len(layers)) if allowed is None else allowed)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
         """Of the layers from `first` on, in `left` parts: (the slowest part, counts)."""
         if left == 1:

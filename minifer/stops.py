@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import data_parallel, decode, drafters, mtp, tensor_parallel
+from . import data_parallel, decode, drafters, mtp, pipeline_parallel, tensor_parallel
 from .batch import Batch, Completion
+from .model.cache import Cache
 from .model.passes import Output, Pass
 from .model.transformer import Transformer
 from .verdict import Run
@@ -113,7 +114,7 @@ def _world() -> dist.ProcessGroup:
 def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
     """data_parallel.generate over all ranks"""
     group, run = _world(), Run([])
-    mine = data_parallel.deal(range(len(prompts)), group.size(), group.rank())
+    mine = data_parallel.deal([len(ids) + tokens for ids in prompts], group.size())[group.rank()]
 
     def serve(model: Transformer, share: list[list[int]], max_new_tokens: int) -> list[Completion]:
         return _generate(model, share, max_new_tokens, run if watched else None, mine)
@@ -122,10 +123,46 @@ def replicas(model: Transformer, prompts: list[list[int]], tokens: int, watched:
     return run
 
 
+def at_rest(model: Transformer) -> Transformer:
+    """data_parallel.shard_weights over all ranks"""
+    return data_parallel.shard_weights(model, _world())
+
+
+def stages(model: Transformer) -> Transformer:
+    """pipeline_parallel.shard over all ranks"""
+    return pipeline_parallel.shard(model, _world())
+
+
+def stages_that_draft(model: Transformer) -> Transformer:
+    """The same, with what drafters read on the last stage"""
+    return pipeline_parallel.shard(model, _world(), drafting=True)
+
+
+def in_flight(micro_batches: int) -> Technique:
+    """pipeline_parallel.generate with so many micro-batches"""
+    return partial(_in_flight, micro_batches)
+
+
+def _in_flight(micro_batches: int, model: Transformer, prompts: list[list[int]], tokens: int, watched: bool) -> Run:
+    run, begun = Run([]), 0
+
+    def begin(model: Transformer, some: list[list[int]], **options: Any) -> tuple[Batch, decode.Steps, Cache]:
+        nonlocal begun
+        batch, loop, cache = pipeline_parallel.begin(model, some, **options)
+        numbers = range(begun, begun + len(some))
+        begun += len(some)
+        return batch, _watch(batch, loop, run, numbers) if watched else loop, cache
+
+    run.completions = pipeline_parallel.generate(model, prompts, micro_batches, begin, max_new_tokens=tokens)
+    return run
+
+
 ALONE = "decode, one at a time"
 FIRST, LATER = ("speculation", "02_speculative_decoding"), ("multi-token", "03_multi_token_prediction")
 DRAFTERS = dict.fromkeys(("prompt_lookup", "draft_model", "medusa"), FIRST) | dict.fromkeys(("eagle", "deepseek", "gemma"), LATER)
 TENSOR = ("tensor_parallel", "04_tensor_parallelism")
+DATA = ("data_parallel", "05_data_parallelism")
+PIPELINE = ("pipeline_parallel", "06_pipeline_parallelism")
 STOPS = (
     Stop("autoregressive decode", 1, plain, "decode", "01_autoregressive_decode"),
     Stop(ALONE, 1, one_at_a_time(plain), "decode", "01_autoregressive_decode", baseline=ALONE),
@@ -136,7 +173,13 @@ STOPS = (
     Stop("tensor parallelism", 2, together(plain), *TENSOR, shard=slices),
     Stop("tensor + sequence", 2, together(plain), *TENSOR, shard=slices_and_tokens),
     Stop("tensor × deepseek", 2, together(one_at_a_time(speculative("deepseek"))), *TENSOR, "deepseek", ALONE, slices),
-    Stop("data parallelism", 2, replicas, "data_parallel", "05_data_parallelism"),
+    Stop("data parallelism", 2, replicas, *DATA),
+    Stop("weights at rest", 2, replicas, *DATA, shard=at_rest),
+    Stop("pipeline, 1 micro-batch", 2, together(in_flight(1)), *PIPELINE, shard=stages),
+    Stop("pipeline, 4 micro-batches", 2, together(in_flight(4)), *PIPELINE, shard=stages),
+    Stop(
+        "pipeline × deepseek", 2, together(one_at_a_time(speculative("deepseek"))), *PIPELINE, "deepseek", ALONE, stages_that_draft
+    ),
 )
 
 
@@ -158,24 +201,28 @@ def _generate(
 
 def _watch(batch: Batch, loop: decode.Steps, run: Run, numbers: Sequence[int]) -> decode.Steps:
     """The same loop, seen by who stands beside it: how many rows each pass had, and how sure the target was of each token."""
-    pass_ = next(loop)
+    ended, pass_ = _sent(loop, None)
+    if ended:
+        return pass_  # there was nothing to do
     while True:
         known = {span.row: len(batch.row(span.row).tokens) for span in pass_.spans}
         output = yield pass_
-        gaps = output.logits.topk(2).values.diff(dim=-1).neg()[:, 0].tolist()
+        # Whoever decides is watched too, all of its group alike, so that logits may be read here.
+        gaps = [] if output.hidden is None else output.logits.topk(2).values.diff(dim=-1).neg()[:, 0].tolist()
         ended, following = _sent(loop, output)
         run.row_passes += len(pass_.spans)
         for span, kept in zip(pass_.spans, _kept(batch, pass_, known)):  # by now the rows hold what the pass decided
-            run.margins.setdefault(numbers[span.row], []).extend(gaps[place] for place in kept)
+            if gaps:
+                run.margins.setdefault(numbers[span.row], []).extend(gaps[place] for place in kept)
         if ended:
             return following
         pass_ = following
 
 
-def _sent(loop: decode.Steps, output: Output) -> tuple[bool, Any]:
+def _sent(loop: decode.Steps, output: Output | None) -> tuple[bool, Any]:
     """(False, the loop's next pass) or (True, what it returned)."""
     try:
-        return False, loop.send(output)
+        return False, loop.send(output)  # type: ignore[arg-type]  # the first time nothing
     except StopIteration as end:
         return True, end.value
 

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ids_of, plain_model
+from helpers import FAMILIES, ids_of, plain_model
 
+import minifer
 from minifer import data_parallel, decode, trace
 from minifer.batch import Request
+from minifer.model.passes import Pass, Span
 from minifer.model.sampling import Sampling
 
 PROMPTS = [[3], [1, 4], [1, 5, 9], [2, 6, 5, 3], [5, 8, 9, 7, 9], [3, 2, 3, 8, 4, 6], [2, 6, 4]]
@@ -92,3 +94,78 @@ def test_rt_05_a_replica_of_two_groups_may_finish_first(on_ranks, checkpoint, ti
     results = [ids_of(completions) for completions in on_ranks(4, pair, checkpoint("llama"))]
     assert results[0] == results[1] == ids_of(decode.generate(tiny64, PROMPTS[:3], 5))
     assert results[2] == results[3] == ids_of(decode.generate(tiny64, PROMPTS[3:], 20))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_at_rest_give_the_logits_of_whole_ones(on_ranks, checkpoint, family, ranks):
+    folder = checkpoint(family)
+    pass_ = Pass(torch.tensor([5, 6, 7, 8, 9, 66, 33]), (Span(0, 0, 5), Span(1, 0, 2)), (1, 4, 6), states=(1, 3))
+
+    def numbers(model):
+        cache = model.new_cache(2, 16)
+        with torch.inference_mode():
+            first = model(pass_, cache)
+            second = model(Pass(torch.tensor([10, 11, 12]), (Span(1, 2, 3),), (0, 2)), cache)
+        return [first.logits, second.logits, *first.states.values()]
+
+    def rank():
+        model = plain_model(folder, torch.float64, shard=at_rest)
+        before = data_parallel.resident_bytes(model)
+        found = numbers(model)
+        return found, before, data_parallel.resident_bytes(model)
+
+    whole = plain_model(folder, torch.float64)
+    wanted, everything = numbers(whole), data_parallel.resident_bytes(whole)
+    outside = sum(x.nbytes for name, x in whole.named_parameters() if ".layers." not in name)
+    if whole.config.tied:
+        outside = whole.config.vocabulary * whole.config.width * 8 + whole.config.width * 8
+    for found, before, after in on_ranks(ranks, rank):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+        # A share of the layers, rows rounded up; nothing whole is left behind.
+        assert outside < after <= outside + 1.3 * (everything - outside) / ranks and before <= 1.05 * after
+
+
+def at_rest(empty):
+    return data_parallel.shard_weights(empty, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_at_rest_serve_ranks_that_end_at_different_times(on_ranks, checkpoint, ranks):
+    """Requests of their own on each rank, some with none: who is done gathers for the others."""
+    folder = checkpoint("llama")
+    requests = [Request(prompt, budget) for prompt, budget in zip(PROMPTS, (1, 9, 3, 14, 2, 5, 7))]
+    whole = plain_model(folder, torch.float64)
+
+    def rank():
+        model = plain_model(folder, torch.float64, shard=at_rest)
+        found = [ids_of(data_parallel.generate(model, requests[:count], dist.group.WORLD)) for count in (7, 1, 0)]
+        return found, ids_of(decode.generate(model, requests)), ids_of(data_parallel.generate(model, requests, dist.group.WORLD))
+
+    wanted = ids_of(decode.generate(whole, requests))
+    for dealt, together, again in on_ranks(ranks, rank):
+        assert dealt == [wanted, wanted[:1], []] and together == again == wanted
+
+
+def test_loaded_as_any_model(on_ranks):
+    """Fused, packed where that pays, by `load`; and each step gathers every layer's bytes once."""
+    whole, tokenizer = minifer.load("tiny", torch.float32, "cpu")
+    prompt = tokenizer.encode("def read(path):")
+    wanted = ids_of(decode.generate(whole, [prompt], 6))
+
+    def rank():
+        model, _ = minifer.load("tiny", torch.float32, "cpu", at_rest)
+        with trace.record() as record:
+            found = ids_of(decode.generate(model, [prompt], 6))
+        return found, record.count("all_gather_single"), record.bytes
+
+    layers = sum(x.nbytes for name, x in whole.named_parameters() if ".layers." in name)
+    for found, gathers, payload in on_ranks(2, rank):
+        assert found == wanted and gathers == 6 * whole.config.layers
+        assert payload == 6 * (layers + 8)  # and a number that announces each pass
+
+
+def test_the_least_work_is_next():
+    assert data_parallel.deal([5, 1, 1, 1, 9, 1], 2) == [[0, 5], [1, 2, 3, 4]]
+    assert data_parallel.deal([1, 1], 4) == [[0], [1], [], []]
+    assert data_parallel.deal([], 2) == [[], []]

@@ -167,7 +167,9 @@ def _noting(seen, model, prompts, **options):
 
 def test_a_drafter_that_embeds_needs_the_embedding_on_the_last_stage(on_ranks):
     def rank():
-        model, tokenizer = minifer.load("tiny", torch.float32, "cpu", lambda e: pipeline_parallel.shard(e, dist.group.WORLD, "even"))
+        model, tokenizer = minifer.load(
+            "tiny", torch.float32, "cpu", lambda e: pipeline_parallel.shard(e, dist.group.WORLD, "even")
+        )
         drafter = drafters.load("deepseek", model, tokenizer)
         if not model.decides:
             return None
