@@ -58,9 +58,8 @@ class Share:
 _held: dict[str, Any] = {}  # in a rank: its model
 
 
-def hold(name: str, dtype: torch.dtype | None, sequence_parallel: bool, threads: int) -> Share:
+def hold(name: str, dtype: torch.dtype | None, sequence_parallel: bool) -> Share:
     """On a rank: load its slices and keep them. What they are, and what a step with them sends."""
-    torch.set_num_threads(threads)
     group = dist.group.WORLD
     assert group is not None
     shard = partial(tensor_parallel.shard, group=group, sequence_parallel=sequence_parallel)
@@ -119,8 +118,8 @@ def bench_tensor(
         worlds: dict[str, Ranks] = {}
         shares: dict[str, list[Share]] = {}
         for title, (size, threads, backend, sequence_parallel) in plans.items():
-            worlds[title] = stack.enter_context(Ranks(size, threads=threads, backend=backend))
-            shares[title] = worlds[title].run(hold, name, dtype, sequence_parallel, threads)
+            worlds[title] = stack.enter_context(Ranks(size, cuda=False, threads=threads, backend=backend))
+            shares[title] = worlds[title].run(hold, name, dtype, sequence_parallel)
         run: dict[str, Callable[[Work], float]] = {title: partial(_slowest, world) for title, world in worlds.items()}
         said = _transformers(name, ranks, dtype, stack, run)
         found: dict[str, dict[str, list[float]]] = {work.name: {title: [] for title in run} for work in works}
@@ -150,7 +149,7 @@ def _transformers(
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     title = f"transformers, {ranks} ranks over gloo"
     try:
-        world = stack.enter_context(Ranks(ranks, threads=1, backend="gloo"))
+        world = stack.enter_context(Ranks(ranks, cuda=False, threads=1, backend="gloo"))
         measure = transformers_tensor_parallel(find(name), folder, world, dtype)
         if measure is None:
             return ""
@@ -158,11 +157,11 @@ def _transformers(
     except RankError as error:
         return f"{title}: cannot run; {str(error).strip().splitlines()[-1]}"
 
-    def timed(work: Work) -> float:
+    def of_theirs(work: Work) -> float:
         rows = [list(range(1 + row, 1 + row + work.prompt)) for row in range(work.batch)]
         return measure(rows, work.tokens)
 
-    run[title] = timed
+    run[title] = of_theirs
     return ""
 
 
@@ -187,7 +186,7 @@ def _gains(found: dict[str, dict[str, list[float]]], works: Sequence[Work], one:
 def _shares(shares: dict[str, list[Share]], one: str) -> Table:
     """What each rank reads, keeps and sends a step."""
     table = Table(title="a rank's part, and a step of one row", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("", "weights read, MB", "of one rank's", "kept, MB", "calls", "payload, bytes"):
+    for column in ("", "weights, MB", "of one rank's", "kept, MB", "calls", "payload, bytes"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     [whole] = shares[one]
     for title, ranks in shares.items():
@@ -251,7 +250,7 @@ def bench_collectives(
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("measuring", total=len(ranks) * len(KINDS) * len(sizes))
         for count in ranks:
-            with Ranks(count, threads=1) as ours_, Ranks(count, threads=1, backend="gloo") as gloo:
+            with Ranks(count, cuda=False, threads=1) as ours_, Ranks(count, cuda=False, threads=1, backend="gloo") as gloo:
                 for kind in KINDS:
                     cells = []
                     for size in sizes:

@@ -49,6 +49,25 @@ def bench_command(parser: argparse.ArgumentParser) -> None:
     collectives = kinds.add_parser("collectives", help="each collective over shared memory and over gloo")
     collectives.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
     collectives.set_defaults(run=_run_bench_collectives)
+    staging = kinds.add_parser(
+        "pipeline", help="groups of rows in flight over stages, beside one rank; idle time by formula and measured"
+    )
+    staging.add_argument("--stages", type=positive, default=2, metavar="N", help="default: 2, of one thread each")
+    staging.add_argument("--rows", type=positive, nargs="+", default=[8, 32, 128], metavar="N", help="default: 8 32 128")
+    staging.add_argument("--groups", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    staging.add_argument("--prompt", type=positive, default=256, metavar="N", help="tokens of each prompt (default: 256)")
+    staging.set_defaults(run=_run_bench_pipeline, repeats=3)
+    replicating = kinds.add_parser("data", help="replicas, and weights at rest, beside one rank")
+    replicating.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: 2, of one thread each")
+    replicating.add_argument(
+        "--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="rows a rank (default: 1 8 32)"
+    )
+    replicating.set_defaults(run=_run_bench_data, repeats=5)
+    for one in (staging, replicating):
+        one.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+        one.add_argument("--tokens", type=positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
+        one.add_argument("--repeats", type=positive, metavar="N", help="turns of each (default: 3 for pipeline, 5 for data)")
+        one.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
     launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
     launching.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
     launching.set_defaults(run=_run_bench_launch)
@@ -83,6 +102,23 @@ def _run_bench_collectives(options: argparse.Namespace) -> int:
     from .bench_tensor import bench_collectives
 
     bench_collectives(options.ranks)
+    return 0
+
+
+def _run_bench_pipeline(options: argparse.Namespace) -> int:
+    from .bench_pipeline import bench_pipeline
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    sizes = {"tokens": options.tokens, "prompt": options.prompt, "repeats": options.repeats}
+    bench_pipeline(options.model, options.stages, options.rows, options.groups, dtype=dtype, **sizes)
+    return 0
+
+
+def _run_bench_data(options: argparse.Namespace) -> int:
+    from .bench_pipeline import bench_data
+
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    bench_data(options.model, options.ranks, options.batches, options.tokens, options.repeats, dtype)
     return 0
 
 

@@ -19,13 +19,14 @@ residuals between them, on a share of the tokens:
     tokens 2 3 │         │                                                        │         │
 
 Invariant: a pass gives every rank the hidden states and logits of the plain model, up to the order of sums.
-Cost: 2 all-reduces of N D elements a layer and 1 for the embedding (with sequence parallelism the same bytes in twice the
-calls), and W (V elements or one candidate) for the head. A rank reads and keeps 1/n of the weights and, as long as there are as
-many key/value heads, 1/n of the cache.
+Cost: 2 all-reduces of N D elements a layer and 1 for the embedding (with sequence parallelism twice as many calls of that size; a
+ring sends the same bytes, since an all-reduce is both of its halves), for the head W rows of V elements or one candidate, and what
+was decided. A rank reads and keeps 1/n of the matrices and, as long as there are as many key/value heads, 1/n of the cache; norms,
+and the tables of Gemma's per-layer inputs, are whole on all.
 Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 
 Letters: N tokens of a pass, W wanted ones, D width, H query and K key/value heads, h width of a head, V vocabulary, n ranks,
-c tokens of a rank's share (the last one filled up).
+c tokens of a rank's share (the last ones filled up).
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Row(nn.Module):
 
 
 def share(vocabulary: int, group: dist.ProcessGroup, rank: int | None = None) -> Range:
-    """A rank's ids: equal shares, of which the last may be short or empty; so what is gathered need only be cut off."""
+    """A rank's ids: equal shares, of which the last ones may be short or empty; so what is gathered need only be cut off."""
     size = -(-vocabulary // group.size())
     first = size * (group.rank() if rank is None else rank)
     return min(first, vocabulary), min(first + size, vocabulary)

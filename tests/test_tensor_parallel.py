@@ -277,7 +277,7 @@ def test_drafters_on_a_sharded_target(on_ranks, ranks, tokens):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_and_payload_are_those_of_the_formula(on_ranks, checkpoint, ranks):
-    """Two all-reduces of N D elements a layer and one for the embedding; with shares of tokens the same bytes in twice the calls."""
+    """Two all-reduces of N D elements a layer and one for the embedding; with shares of tokens twice as many calls of that size."""
     folder, count = checkpoint("llama"), 6
 
     def calls(tokens):

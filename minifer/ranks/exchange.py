@@ -11,11 +11,11 @@ What fits into a slot takes one step, in which everyone adds up everything ("one
 ranks sum a large tensor, a chunk takes two steps: each rank sums its share, then all read all shares. Sums go in the order of
 ranks everywhere, so all ranks hold the same bits.
 
-Every method is a generator: it yields the rank that it waits for, and goes on when it is resumed. All ranks take the steps of
+Every collective is a generator: it yields the rank that it waits for, and goes on when it is resumed. All ranks take the steps of
 their collectives in the same order. Messages from rank to rank have a pipe for each pair and know nothing of steps.
 
-Bytes moved, S those of the tensor, n ranks: all-reduce writes S and reads n S (shared out: 2 S and 3 S); all-gather, S a rank's
-share, writes S and reads n S.
+Bytes through the slots, S those of the tensor, n ranks: all-reduce writes S and reads n S (shared out: S + S/n, and 2 S at most);
+all-gather, S a rank's share, writes S and reads n S.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ copy = ctypes.memmove  # (to, from, bytes), addresses
 
 
 class Exchange:
-    """What one rank does for its part of each collective. moved: grows whenever data has moved."""
+    """What one rank does for its part of each collective."""
 
     def __init__(self, segment: Segment, rank: int) -> None:
         self.segment, self.me, self.ranks = segment, rank, segment.ranks
         self.others = [other for other in range(segment.ranks) if other != rank]
         self.posted, self.taken = segment.posted, segment.taken
         self.step = 0  # the same on all ranks
-        self.moved = 0
+        self.moved = 0  # grows with every step taken and every message moved
 
     def all_reduce(self, tensor: torch.Tensor, summing: Summing) -> Steps:
         size, n = tensor.element_size(), self.ranks
@@ -202,7 +202,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"contiguous tensors on the CPU, please: {list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}"
         )
-    return tensor.view(-1)
+    return tensor.detach().view(-1)
 
 
 def cut(size: int, most: int) -> Iterator[tuple[int, int]]:

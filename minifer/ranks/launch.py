@@ -41,6 +41,7 @@ import torch.multiprocessing as mp
 
 from .carry import pack
 from .outputs import Outputs
+from .segment import cores
 from .worker import Reply, World, choose_backend, main, registered
 
 START_SECONDS = 120  # for processes to start and meet
@@ -210,6 +211,8 @@ def _launch_here(function: Callable[[], Any], ranks: int, backend: str | None) -
     given = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if given != ranks:
         raise ValueError(f"the function wants {ranks} ranks, but {given} are running")
+    if dist.is_initialized() and backend not in (None, *dist.get_backend_config().replace(":", ",").split(",")):
+        raise ValueError(f"backend {backend!r} is asked for, but the ranks that are running have {dist.get_backend_config()}")
     if not dist.is_initialized():
         local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         cuda = a_gpu_each(here)
@@ -277,8 +280,3 @@ def _end(processes: list[Any], connections: list[Connection], folder: str) -> No
 def a_gpu_each(ranks: int) -> bool:
     """Whether this host has a GPU for each of so many ranks."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,7 +43,7 @@ class Segment:
     """The memory of one group, mapped. All ranks must make theirs at the same time: it returns when all have."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
-        self.ranks = ranks
+        self.ranks, self.me = ranks, rank
         self.pipe_bytes = min(PIPE_BYTES, PIPES_BYTES // ranks**2) // LINE * LINE
         counters = (2 * ranks + 2 * ranks**2) * LINE
         self._slots_at = counters
@@ -77,6 +77,8 @@ class Segment:
 
     def gone(self, rank: int) -> bool:
         """Whether another rank has closed its segment, or has died."""
+        if rank == self.me:  # its own lock it could take, and would lose
+            return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -85,9 +87,18 @@ class Segment:
         return True
 
     def close(self) -> None:
-        """Leave: to the others this rank is gone from now on."""
-        with contextlib.suppress(OSError):
-            os.close(self._file)
+        """Leave: to the others this rank is gone from now on.
+
+        Once only: the number of a closed file may be another's by now, and closing a file gives up this process's locks on it.
+        """
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable() -> bool:
@@ -99,14 +110,17 @@ def _meet(store: dist.Store, rank: int, ranks: int, size: int, timeout: timedelt
     """The open file of a group's memory, which rank 0 makes and tells the others of."""
     if rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        space = os.statvfs(folder)
-        if space.f_bavail * space.f_frsize < size:
+        file, path = tempfile.mkstemp(prefix="minifer-", dir=folder)
+        try:
+            os.posix_fallocate(file, 0, size)  # so that it is there when it is written to, whoever else takes of the same memory
+        except OSError as error:
+            os.close(file)
+            os.unlink(path)
+            space = os.statvfs(folder)
             raise RuntimeError(
                 f"{ranks} ranks would share {size:,} bytes of memory, {folder} has {space.f_bavail * space.f_frsize:,} left: "
                 'enlarge it (docker: --shm-size), or use backend="gloo"'
-            )
-        file, path = tempfile.mkstemp(prefix="minifer-", dir=folder)
-        os.truncate(file, size)
+            ) from error
         store.set("segment", path)
         return file
     store.wait(["segment"], timeout)

@@ -13,11 +13,15 @@ and a look. Every rank owns slots that all others read:
 
 segment.py is the memory, exchange.py what a rank does for each collective, and this file what torch.distributed calls, and how
 ranks wait. Whoever waits for an operation moves all that are open, of all groups of its process, so nothing depends on the
-order in which they are waited for. Waiting is spinning at first, then giving way, then sleeping: where there are more ranks than
-cores, the others must get on. A peer that has died ends the wait with an error, and so does the timeout.
+order in which they are waited for. But there is no thread behind it: nothing moves while a rank does something else. A message
+that does not fit its pipe stands still while its sender computes, and is stuck if the sender waits elsewhere.
 
-Invariant: all ranks of a group call its collectives in the same order, and messages of a pair arrive in the order they were
-sent. Cost: a step takes some ten microseconds, most of them Python's; large tensors move at the speed of memory.
+Waiting is spinning at first, then giving way, then sleeping: where there are more ranks than cores, the others must get on. A
+peer that has died ends the wait with an error, and so does the timeout.
+
+Invariant: all ranks of a group call its collectives in the same order, with the same sizes, from one thread; messages of a pair
+arrive in the order they were sent. A group that has failed on a rank fails there from then on. Cost: a step takes some ten
+microseconds, most of them Python's; large tensors move at the speed of memory.
 """
 
 # Methods that torch overloads for callers in C++ are overridden for its Python.
@@ -36,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from .exchange import Exchange, Steps, flat, summing_of
-from .segment import Segment
+from .segment import Segment, cores
 
 NAME = "shared_memory"
 SPINS, YIELDS = 200, 2000  # looks before giving way, and then before sleeping
@@ -59,8 +63,9 @@ class Pending(dist.Work):
             self.awaits = next(self.steps)
         except StopIteration:
             self.done = True
-        except BaseException as error:  # whoever waits for it is told
+        except Exception as error:  # whoever waits for it is told
             self.error, self.done = error, True
+            self.group.failure = self.group.failure or error
         return self.done
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -105,8 +110,9 @@ class Group(dist.ProcessGroup):
         self.exchange = Exchange(self.segment, rank)
         self.queues: dict[Any, deque[Pending]] = {}  # under way, in order: collectives; to each rank; from each rank
         self.name_given = self.description = ""
+        self.failure: Exception | None = None  # the first one: from then on ranks may be out of step
         world = dist.get_world_size() if dist.is_initialized() else ranks
-        self.spins = SPINS if max(world, ranks) <= len(os.sched_getaffinity(0)) else 0
+        self.spins = SPINS if max(world, ranks) <= cores() else 0
 
     def allreduce(self, tensors: Tensors, opts: Any) -> Pending:
         steps = self.exchange.all_reduce(flat(tensors[0]), summing_of(opts.reduceOp))
@@ -165,9 +171,10 @@ class Group(dist.ProcessGroup):
         raise NotImplementedError("over shared memory a receive names its source")
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group. What is under way fails."""
         with suppress(ValueError):
             Group.open.remove(self)
+        self._fail(ConnectionError(f"this rank has left the group of ranks {list(self.members)}"))
         self.segment.close()
 
     def abort(self) -> None:
@@ -202,12 +209,19 @@ class Group(dist.ProcessGroup):
             return
         where = f"{pending.what} over ranks {list(self.members)}: rank {self.members[awaited]}"
         error = ConnectionError(f"{where} is gone") if gone else TimeoutError(f"{where} did not come within {timeout}")
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End all that is under way, and whatever comes."""
+        self.failure = self.failure or error
         for queue in self.queues.values():
             for one in queue:
                 one.error, one.done = error, True
             queue.clear()
 
     def _start(self, what: str, steps: Steps, results: Tensors, kind: Any = "collective") -> Pending:
+        if self.failure is not None:
+            raise ConnectionError(f"{what} over ranks {list(self.members)}, which failed before: {self.failure}")
         pending = Pending(self, what, steps, results)
         queue = self.queues.setdefault(kind, deque())
         if queue or not pending.advance():
@@ -215,6 +229,10 @@ class Group(dist.ProcessGroup):
             if self not in Group.open:
                 Group.open.append(self)
         return pending
+
+    # As torch before 2.13 calls them.
+    _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _shares(self, tensor: torch.Tensor) -> Tensors:
         """A tensor's equal parts, one a rank."""
