@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 
 from minifer import viz
 from minifer.model.passes import Pass, Span
+from minifer.pipeline_schedules import one_forward_one_backward, simulate
 from minifer.ranks.trace import Event, Record
 from minifer.ranks.trace import Span as TraceSpan
 from minifer.viz.drafters import DRAFTERS, PARTS
@@ -124,3 +125,16 @@ def test_drafters_side_by_side():
         assert filled == [PARTS[part] for part in reads]
         assert (boxes[-1].get_text() == "keeps nothing") == (keeps == "nothing")
     assert any(text.get_text() == "1 M" for text in figure.axes[3].texts)
+
+
+def test_a_gantt_chart_shows_every_step():
+    lines = simulate(one_forward_one_backward(3, 4), lambda stage, step: 2.0 if step.backward else 1.0)
+    [axes] = viz.gantt(lines, title="1F1B").axes
+    assert len(axes.patches) == 3 * 8 and axes.get_xlim()[1] == max(slot.end for line in lines for slot in line)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
+
+
+def test_sliders_without_a_kernel_draw_where_they_start():
+    drawn = []
+    shown = viz.sliders(lambda a, b: drawn.append((a, b)) or viz.matrix(torch.eye(2)), {"a": 2, "b": 3}, a=(1, 4), b=(1, 5))
+    assert drawn == [(2, 3)] and shown.axes
