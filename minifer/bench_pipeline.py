@@ -96,54 +96,54 @@ def bench_pipeline(
     console = console or Console()
     console.width = max(120, console.width)
     find(name)
-    found: dict[tuple[int, int], Turns] = {}
-    with (
-        Ranks(1, cuda=False, threads=1) as one,
-        Ranks(stages, cuda=False, threads=1) as some,
-        Progress(console=console, transient=True) as progress,
-    ):
+    with Ranks(1, cuda=False, threads=1) as one, Ranks(stages, cuda=False, threads=1) as some:
         one.run(hold, name, dtype, "stages")
         split = [layers for layers, _ in some.run(hold, name, dtype, "stages")]
-        bar = progress.add_task("measuring", total=len(rows) * len(groups) * (repeats + 1))
+        found = _decoding(one, some, rows, groups, tokens, repeats, console)
+        console.print(
+            _groups_table(found, f"{name}, {stages} stages of {split} layers, one thread each, medians of {repeats} turns")
+        )
+        for how in ("even", "interleaved"):
+            some.run(hold, name, dtype, how)
+        console.print(_idle_table(some, groups, prompt, repeats))
+        payload = some.run(prefill, "even", 1, prompt)[0].bytes
+    console.print(f"payload of a boundary, {prompt} tokens: {payload:,} bytes")
+    return found
+
+
+def _decoding(
+    one: Ranks, some: Ranks, rows: Sequence[int], groups: Sequence[int], tokens: int, repeats: int, console: Console
+) -> dict[tuple[int, int], Turns]:
+    """Seconds a step of all rows: over stages, on one rank in as many groups in turn, and on one rank at once."""
+    found: dict[tuple[int, int], Turns] = {}
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("decoding", total=len(rows) * len(groups) * (repeats + 1))
         for count in rows:
             cells: dict[int, Turns] = {m: {"stages": [], "in turn": [], "at once": []} for m in groups if m <= count}
             for turn in range(repeats + 1):
                 whole = max(one.run(decode_step, "stages", count, 1, tokens))
                 for m, turns in cells.items():
-                    progress.update(bar, description=f"{count} rows in {m} groups")
+                    progress.update(bar, description=f"{count} rows in {m} groups", advance=1)
                     in_turn = whole if m == 1 else max(one.run(decode_step, "stages", count, m, tokens))
                     piped = max(some.run(decode_step, "stages", count, m, tokens))
                     if turn:  # the first is for what only a first run costs
                         for title, taken in (("stages", piped), ("in turn", in_turn), ("at once", whole)):
                             turns[title].append(taken)
-                    progress.advance(bar)
             found |= {(count, m): turns for m, turns in cells.items()}
-        console.print(
-            _groups_table(found, f"{name}, {stages} stages of {split} layers, one thread each, medians of {repeats} turns")
-        )
-        progress.update(bar, description="prompts")
-        for how in ("even", "interleaved"):
-            some.run(hold, name, dtype, how)
-        table = _table(
-            f"idle share, prompts of {prompt} tokens",
-            "prompts in flight",
-            "formula",
-            "measured",
-            "interleaved: formula",
-            "measured",
-        )
-        for m in groups:
-            shares = [
-                statistics.median(idle_share(some.run(prefill, how, m, prompt)) for _ in range(repeats + 2))
-                for how in ("even", "interleaved")
-            ]
-            formulas = [(stages - 1) / (chunks * m + stages - 1) for chunks in (1, 2)]
-            cells_ = [f"{number:.3f}" for pair in zip(formulas, shares) for number in pair]
-            table.add_row(str(m), *cells_)
-        payload = some.run(prefill, "even", 1, prompt)[0].bytes
-    console.print(table)
-    console.print(f"payload of a boundary, {prompt} tokens: {payload:,} bytes")
     return found
+
+
+def _idle_table(some: Ranks, groups: Sequence[int], prompt: int, repeats: int) -> Table:
+    columns = ("prompts in flight", "formula", "measured", "2 chunks a stage: formula", "measured")
+    table = _table(f"idle share, prompts of {prompt} tokens", *columns)
+    for m in groups:
+        cells = []
+        for chunks, how in ((1, "even"), (2, "interleaved")):
+            measured = statistics.median(idle_share(some.run(prefill, how, m, prompt)) for _ in range(repeats + 2))
+            formula = (some.ranks - 1) / (chunks * m + some.ranks - 1)
+            cells += [f"{formula:.3f}", f"{measured:.3f}"]
+        table.add_row(str(m), *cells)
+    return table
 
 
 def _groups_table(found: dict[tuple[int, int], Turns], title: str) -> Table:
