@@ -8,11 +8,12 @@ import pytest
 import torch
 from helpers import ScriptedModel, in_three_tries, plain_model
 
-from minifer import bench, bench_speculation
+from minifer import bench, bench_pipeline, bench_speculation, bench_tensor
 from minifer.batch import Completion
 from minifer.bench_speculation import Cell
 from minifer.drafters import PromptLookup
 from minifer.model.tokenizer import Tokenizer
+from minifer.ranks import trace
 from minifer.training.corpus import train_tokenizer
 
 
@@ -113,6 +114,45 @@ def test_the_gain_of_a_scripted_model_is_what_its_times_say():
 def test_the_whole_bench_of_speculation(capsys):
     few = {"lengths": [2, 9], "batches": [2], "tokens": 8, "repeats": 1, "each": 1}
     cells = bench_speculation.bench_speculation("tiny", None, **few)
-    assert len(cells) == 7 * 7 + 6 * 2 + 1  # by workload and batch; 9 is more than Medusa's heads can
+    assert len(cells) == 8 * 7 + 7 * 2 + 1  # by workload and batch; 9 is more than Medusa's heads can
     out = capsys.readouterr().out
     assert "by workload: tiny" in out and "assisted generation" in out
+
+
+def test_the_whole_bench_of_slices(capsys):
+    found = bench_tensor.bench_tensor("tiny", batches=(1,), tokens=4, prompt=40, repeats=1, dtype=torch.float32)
+    assert list(found) == ["decode, batch 1", "prompt of 40"]
+    for turns in found.values():
+        assert len(turns) == 6 and all(len(taken) == 1 and taken[0] > 0 for taken in turns.values())
+    out = capsys.readouterr().out
+    assert "transformers, 2 ranks over gloo" in out and "1 all_gather, 17 all_reduce, 1 broadcast" in out
+    assert "0.500 + 0.500" in out  # of the weights of a model that divides evenly, but for its norms
+
+
+def test_the_whole_bench_of_collectives(capsys):
+    found = bench_tensor.bench_collectives(ranks=(2,), sizes=(64, 4096), repeats=1)
+    assert len(found) == 6 * 2 and all(ours > 0 and gloo > 0 for ours, gloo in found.values())
+    assert "reduce_scatter" in capsys.readouterr().out
+
+
+def test_the_whole_bench_of_stages(capsys):
+    few = {"rows": (3,), "groups": (1, 2, 8), "tokens": 4, "prompt": 24, "repeats": 1, "dtype": torch.float32}
+    found = bench_pipeline.bench_pipeline("tiny", **few)
+    assert list(found) == [(3, 1), (3, 2)]  # no more groups than rows
+    assert all(len(taken) == 1 for turns in found.values() for taken in turns.values())
+    out = capsys.readouterr().out
+    assert f"payload of a boundary, 24 tokens: {24 * 256 * 4:,} bytes" in out and "0.333" in out and "0.059" in out
+
+
+def test_the_whole_bench_of_replicas(capsys):
+    found = bench_pipeline.bench_data("tiny", batches=(2,), tokens=4, repeats=1, dtype=torch.float32)
+    assert list(found) == [("1 rank", 2), ("2 replicas", 2), ("2 ranks, weights at rest", 2)]
+    assert "weights at rest" in capsys.readouterr().out
+
+
+def test_idle_time_is_what_nobody_works_in():
+    """Two ranks over 10 s: one computes for 6 and then ends, the other waits for 2 and computes for 8."""
+    receive = trace.Event("recv", (0, 1), 8, 0.0, 0.0, 2.0, peer=0)
+    send = trace.Event("isend", (0, 1), 8, 2.0, 2.0, 2.0, peer=1)
+    records = [trace.Record(0, 0.0, 6.0, [send]), trace.Record(1, 0.0, 10.0, [receive])]
+    assert bench_pipeline.idle_share(records) == pytest.approx(1 - (6 + 8) / 20)

@@ -61,7 +61,19 @@ def test_mistakes_are_one_line(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["tour"], ["generate"], ["train"], ["train", "drafters"], ["bench"], ["bench", "speculation"]]
+    "command",
+    [
+        [],
+        ["tour"],
+        ["generate"],
+        ["train"],
+        ["train", "drafters"],
+        ["bench"],
+        ["bench", "speculation"],
+        ["bench", "tensor"],
+        ["bench", "pipeline"],
+        ["bench", "data"],
+    ],
 )
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as left:

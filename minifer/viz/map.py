@@ -24,7 +24,7 @@ TECHNIQUES: dict[str, tuple[tuple[int, ...], bool]] = {
     "multi-token prediction": ((2, 5, 8), True),
     "tensor, sequence parallelism": ((3, 4, 5, 6, 7), True),
     "data parallelism": ((0,), True),
-    "pipeline parallelism": ((1, 2, 3, 7, 8), False),
+    "pipeline parallelism": ((1, 2, 3, 7, 8), True),
     "expert parallelism": ((6,), False),
     "context parallelism": ((1, 4, 5), False),
     "disaggregation": ((0, 1, 2, 5), False),
