@@ -43,8 +43,8 @@ def tour(
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
     dtype: float32 must give the same ids; bfloat16 may differ at ties (see verdict.judge). repeats: how often each stop is
-    timed; speeds are medians. picture: a file for the timelines of all ranks (.png, .svg, .pdf), and one on a dark ground
-    beside it. threads: of each rank; by default its share of the cores. only: names of stops, besides plain decoding.
+    timed; speeds are medians. picture: a file for the timelines of plain decoding and of all that runs on several
+    ranks (.png, .svg, .pdf), and one on a dark ground beside it. threads: of each rank; by default its share of the cores. only: names of stops, besides plain decoding.
     """
     console = console or Console()
     config, tokenizer = look_up(name)
@@ -66,7 +66,8 @@ def tour(
     results = [replace(result, model=name) for result in results]
     _show(results, console)
     if picture is not None:
-        panels = [(_title(result), [run.record for run in watched[result.name]]) for result in results]
+        drawn = [result for result in results if result.ranks > 1 or result.name == plain]  # one rank alone always computes
+        panels = [(_title(result), [run.record for run in watched[result.name]]) for result in drawn]
         for dark, file in ((False, picture), (True, picture.with_stem(picture.stem + "-dark"))):
             viz.timelines(panels, dark).savefig(file)
             console.print(f"[dim]what each rank did: {file}[/]", soft_wrap=True)

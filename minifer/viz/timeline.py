@@ -27,16 +27,20 @@ def timeline(records: Sequence[Record], title: str = "", dark: bool = False) -> 
 
 
 def timelines(runs: Sequence[tuple[str, Sequence[Record]]], dark: bool = False) -> Picture:
-    """Several runs below each other, (title, records of all ranks) each, on one scale of time."""
+    """Several runs below each other, (title, records of all ranks) each, on one scale of time. Many stand in two columns."""
+    columns = 1 if len(runs) <= 4 else 2
+    rows = -(-len(runs) // columns)
     with style(dark):
-        heights = [0.9 + 0.42 * len(records) for _, records in runs]
-        figure = picture(9, 0.7 + sum(heights))
-        panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        heights = [max(0.9 + 0.42 * len(records) for _, records in runs[row::rows]) for row in range(rows)]
+        figure = picture(9 if columns == 1 else 13, 0.7 + sum(heights))
+        panels = figure.subplots(rows, columns, sharex=True, squeeze=False, height_ratios=heights).T.flatten()
+        longest = max(max(r.end for r in records) - min(r.start for r in records) for _, records in runs)
         for axes, (title, records) in zip(panels, runs):
             draw_timeline(axes, records, title)
             axes.label_outer()
-        longest = max(max(r.end for r in records) - min(r.start for r in records) for _, records in runs)
-        panels[-1].set_xlim(0, 1000 * longest)
+            axes.set_xlim(0, 1000 * longest)
+        for axes in panels[len(runs) :]:
+            axes.axis("off")
         figure.legend(handles=legend(), loc="outside lower left", ncols=3)
     return figure
 
