@@ -94,7 +94,7 @@ def bench_pipeline(
 ) -> dict[tuple[int, int], Turns]:
     """Print tables: decoding in groups, and idle time while prompts pass. {(rows, groups): seconds a step of each contestant}."""
     console = console or Console()
-    console.width = max(120, console.width)
+    console.width = max(140, console.width)
     find(name)
     with Ranks(1, cuda=False, threads=1) as one, Ranks(stages, cuda=False, threads=1) as some:
         one.run(hold, name, dtype, "stages")
@@ -196,7 +196,7 @@ def bench_data(
     Returns {(contestant, rows a rank): tokens a second of all ranks, of each turn}.
     """
     console = console or Console()
-    console.width = max(120, console.width)
+    console.width = max(140, console.width)
     find(name)
     ways = {"1 rank": (1, "whole"), f"{ranks} replicas": (ranks, "whole"), f"{ranks} ranks, weights at rest": (ranks, "at rest")}
     found: dict[tuple[str, int], Turns] = {(title, rows): {"tokens/s": []} for title in ways for rows in batches}
@@ -219,9 +219,9 @@ def bench_data(
     table = _table(
         f"{name}, one thread a rank, medians of {repeats} turns",
         "",
-        *(f"{rows} rows a rank, tokens/s, ×" for rows in batches),
-        "kept, MB a rank",
-        "payload of a step, bytes",
+        *(f"{rows} rows a rank:\ntokens/s, ×" for rows in batches),
+        "weights kept\na rank, MB",
+        "payload of a\nstep, bytes",
     )
     for title in ways:
         cells = []

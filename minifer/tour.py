@@ -43,8 +43,9 @@ def tour(
     """Run every stop on the model of this name and print a table. A result's `exact` says whether the technique passed.
 
     dtype: float32 must give the same ids; bfloat16 may differ at ties (see verdict.judge). repeats: how often each stop is
-    timed; speeds are medians. picture: a file for the timelines of plain decoding and of all that runs on several
-    ranks (.png, .svg, .pdf), and one on a dark ground beside it. threads: of each rank; by default its share of the cores. only: names of stops, besides plain decoding.
+    timed; speeds are medians. picture: a file for the timelines of plain decoding and of all that runs on several ranks (.png,
+    .svg, .pdf), and one on a dark ground beside it. threads: of each rank; by default its share of the cores. only: names of
+    stops, besides plain decoding.
     """
     console = console or Console()
     config, tokenizer = look_up(name)
