@@ -26,7 +26,8 @@ from .batch import Completion, Request
 from .bench import prompts_of
 from .model.load import find, load
 from .model.passes import Pass, Span
-from .pipeline_schedules import all_forward, execute
+from .pipeline_schedules import all_forward, execute, simulate
+from .pipeline_schedules import idle_share as ideal_share
 from .ranks.launch import Ranks
 
 Turns = dict[str, list[float]]  # {contestant: what it measured in each turn}
@@ -134,14 +135,14 @@ def _decoding(
 
 
 def _idle_table(some: Ranks, groups: Sequence[int], prompt: int, repeats: int) -> Table:
-    columns = ("prompts in flight", "formula", "measured", "2 chunks a stage: formula", "measured")
+    columns = ("prompts in flight", "ideal", "measured", "2 chunks a stage: ideal", "measured")
     table = _table(f"idle share, prompts of {prompt} tokens", *columns)
     for m in groups:
         cells = []
         for chunks, how in ((1, "even"), (2, "interleaved")):
             measured = statistics.median(idle_share(some.run(prefill, how, m, prompt)) for _ in range(repeats + 2))
-            formula = (some.ranks - 1) / (chunks * m + some.ranks - 1)
-            cells += [f"{formula:.3f}", f"{measured:.3f}"]
+            ideal = ideal_share(simulate(all_forward(some.ranks, m, chunks), lambda *_: 1.0))
+            cells += [f"{ideal:.3f}", f"{measured:.3f}"]
         table.add_row(str(m), *cells)
     return table
 

@@ -141,7 +141,9 @@ def test_the_whole_bench_of_stages(capsys):
     assert list(found) == [(3, 1), (3, 2)]  # no more groups than rows
     assert all(len(taken) == 1 for turns in found.values() for taken in turns.values())
     out = capsys.readouterr().out
-    assert f"payload of a boundary, 24 tokens: {24 * 256 * 4:,} bytes" in out and "0.333" in out and "0.059" in out
+    assert (
+        f"payload of a boundary, 24 tokens: {24 * 256 * 4:,} bytes" in out and "0.333" in out and "0.200" in out and "0.111" in out
+    )
 
 
 def test_the_whole_bench_of_replicas(capsys):
