@@ -171,6 +171,8 @@ class Executor:
             part = step.chunk * self.post.stages + self.post.stage
             (self._backward if step.backward else self._forward)(step, part)
             self.done.most_kept = max(self.done.most_kept, len(self.kept))
+        if self.loss is not None and self.model.config.tied and self.post.stages > 1:
+            self._tie()
         self.post.settle()
         return self.done
 
@@ -206,6 +208,15 @@ class Executor:
         if came is not None:
             assert came.grad is not None
             self.post.send(came.grad, part - 1)
+
+    def _tie(self) -> None:
+        """An embedding that is the head too stands on both ends, and each has seen a part of its gradient: both take the sum."""
+        first, last = self.post.stage == 0, self.post.last
+        if first or last:
+            weight: Any = self.model.chunks[0].entrance.weight if first else self.model.head.linear.weight  # type: ignore[union-attr]
+            other = self.post.stages - 1 if first else 0
+            self.post.send(weight.grad.clone(), other)
+            weight.grad += self.post.receive(torch.empty_like(weight.grad), other)
 
     def _take(self, what: tuple[bool, int, int], source: int) -> torch.Tensor:
         """A message for this stage; those that come before it are kept until they are due."""
