@@ -8,11 +8,12 @@
 Replicas multiply throughput and never shorten the time of one request; a whole model a rank is what they cost. `shard_weights`
 keeps only a share of every layer on each rank, and gathers a layer just ahead of its use:
 
-    rank 0   keeps 1/2 of each   │ gather 1 │ run 0, gather 1 ─► run 1, gather 2 ─► run 2 ...      whole layers: two at a time
+    rank 0   keeps 1/2 of each   │ gather 0 │ run 0, gather 1 ─► run 1, gather 2 ─► run 2 ...      whole layers: two at a time
     rank 1   keeps 1/2 of each   │          │      its own requests
 
 That is ZeRO-3, made for training, where a gathered layer serves thousands of tokens. A decode step gathers as much for one. All
-ranks must then pass together: who has nothing left to run goes on gathering for the others.
+ranks must then pass together: who has nothing left to run goes on gathering for the others. (How far gathering and running overlap
+is up to the backend: NCCL moves by itself, minifer's shared memory only while somebody waits.)
 
 Invariant: a request's ids are what one rank alone would give it: no rank knows what another one serves.
 Cost: replicas send nothing while decoding; one gather of results at the end (8 bytes a token, and a few numbers a request). Weights
@@ -37,7 +38,7 @@ from .batch import Completion, Request
 from .model.layers import Hidden, Layer
 from .model.linear import Linear
 from .model.passes import Pass
-from .model.transformer import Embedding, Transformer
+from .model.transformer import Embedding, Head, Transformer
 from .model.weights import select
 from .ranks.names import all_gather_single
 
@@ -58,6 +59,7 @@ def generate(
     cannot be served. Times of a completion are those of the rank that served it.
     """
     requests = decode.requests_of(model, prompts, options.get("max_new_tokens", 64))
+    decode.start(model, requests, tokenizer=options.get("tokenizer"))  # whatever is wrong with one is an error everywhere
     dealt = deal([len(request.ids) + (request.max_new_tokens or 0) for request in requests], group.size())
     done = serve(model, [prompts[at] for at in dealt[group.rank()]], **options)
     stand_by(model)
@@ -88,14 +90,15 @@ def shard_weights(model: Transformer, group: dist.ProcessGroup) -> Transformer:
 
     It is called as before, but by all ranks together: each pass of one is a pass of all (`generate` sees to that).
     """
+    if not all(isinstance(chunk.entrance, Embedding) and isinstance(chunk.exit, Head) for chunk in model.chunks):
+        raise ValueError("weights at rest are those of a whole model, which no pipeline has cut")
     for chunk in model.chunks:
         layers: Any = chunk.layers
         resting = [Resting(layer, group) for layer in layers]
         for one, following in pairwise(resting):
             one.ahead.append(following)
         chunk.layers = nn.ModuleList(resting)
-        assert isinstance(chunk.entrance, Embedding)
-        chunk.entrance = Announced(chunk.entrance, group)
+        chunk.entrance = Announced(chunk.entrance, group)  # type: ignore[arg-type]
     return model
 
 
@@ -105,7 +108,8 @@ class Resting(nn.Module):
     def __init__(self, layer: Layer, group: dist.ProcessGroup) -> None:
         super().__init__()
         layer.fuse()
-        self.layer, self.group, self.ahead = layer, group, []  # type: ignore[var-annotated]
+        self.layer, self.group = layer, group
+        self.ahead: list[Resting] = []  # the next one; in a list it is no part of this one
         self.shares = nn.ParameterList()
         self.places: list[tuple[nn.Module, str, torch.Size]] = []  # where each goes when it is whole
         for module in layer.modules():
@@ -145,8 +149,6 @@ class Resting(nn.Module):
         assert self._coming is not None
         whole, work = self._coming
         work.wait()
-        for following in self.ahead:
-            following.start()
         self._coming, at = None, 0
         by_rank = whole.view(self.group.size(), -1)
         for module, name, shape in self.places:
@@ -154,6 +156,9 @@ class Resting(nn.Module):
             rows = by_rank[:, at : at + size].reshape(-1, *shape[1:])[: shape[0]]
             setattr(module, name, nn.Parameter(rows, requires_grad=False))
             at += size
+        del whole, by_rank  # its rows are in their places
+        for following in self.ahead:
+            following.start()
 
     def leave(self) -> None:
         """Forget the whole layer."""

@@ -11,15 +11,17 @@ loop (decode's, or mtp's), and stages give them turns in one fixed order:
     stage 1       A0   B0 │ A1  B1 │ A2
 
 The last stage goes on with a micro-batch's loop right after its pass, so that its decision leaves at once; an earlier stage does
-so when its turn comes again, and finds the decision there. Sends never block. In each turn of a micro-batch one stage sends the
-next exactly what that one awaits in its next turn, so messages need no labels, also where chunks send them round the ring.
+so when its turn comes again, and finds the decision there. Sends never block (tested over shared memory and gloo). All stages take
+turns in the same order, so what a pair exchanges is awaited in the order in which it was sent, and messages need no labels, also
+where chunks send them round the ring.
 
 With v chunks a stage has v stretches of layers, and each micro-batch comes round v times (interleaving): a pass takes v turns.
 
 Invariant: ids are those of one device; every stage takes the same decisions, and its caches have the same lengths.
-Cost: N D elements a boundary and pass, and 8 bytes a decided number to each earlier stage. A rank reads and keeps its own layers
-and their caches. Time between two tokens of a row: never less than on one rank. Idle share of m equal micro-batches over p stages:
-(p - 1) / (v m + p - 1) of the whole; with chunks that takes p micro-batches at least.
+Cost: N D elements a boundary and pass (and as many for each state that a drafter reads), and 8 bytes a decided number to each
+earlier stage. A rank reads and keeps its own layers and their caches. Time between two tokens of a row: never less than on one
+rank. Idle share of one pass of m equal micro-batches over p stages: (p - 1) / (v m + p - 1) of the whole, with chunks if there are
+p of them at least. Decoding goes on and on, so that only 1 - m / p stays idle, and nothing from m = p on.
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473, section 2.2: interleaving).
 
 Letters: N tokens of a pass, D width, p stages, m micro-batches, v chunks.
@@ -55,7 +57,7 @@ def shard(
     chunks: int = 1,
     drafting: bool = False,
 ) -> Transformer:
-    """Keep this stage's layers of an empty model; it is called as before, by all stages together.
+    """Keep this stage's layers of an empty model; it is called as before, by all stages together, and its output decided on.
 
     split: layers of each part, "even", or None: by measured time (pipeline_split.py). chunks: parts a stage. drafting: the last
     stage keeps the embedding too, which drafters that run there may read. Raises the same ValueError on all ranks if the layers
@@ -205,15 +207,17 @@ def generate(
     begin: Begin = begin,
     **options: Any,
 ) -> list[Completion]:
-    """Decode prompts in so many micro-batches at once; completions in the order of the prompts, the same on every stage.
+    """Decode prompts in so many micro-batches at once; completions in the order of the prompts, with the same ids on every stage.
 
     Sizes differ by one at most; more micro-batches than prompts are as many as prompts. begin(model, prompts, **options) -> (batch,
     loop, cache): decode's by default; mtp.start with a drafter speculates. Raises what that raises, and a ValueError for no
-    micro-batches.
+    micro-batches and for a cache, of which each needs its own.
     """
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: one at least")
-    decode.requests_of(model, prompts, options.get("max_new_tokens", 64))  # with the prompts' own numbers in errors
+    if options.get("cache") is not None:
+        raise ValueError("each micro-batch makes a cache of its own: none can be given")
+    decode.start(model, prompts, options.get("max_new_tokens", 64), tokenizer=options.get("tokenizer"))  # errors name prompts
     m = min(micro_batches, max(1, len(prompts)))
     bounds = [len(prompts) * at // m for at in range(m + 1)]
     begun = [begin(model, prompts[first:end], **options) for first, end in pairwise(bounds)]

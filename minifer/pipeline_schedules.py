@@ -167,12 +167,13 @@ class Executor:
         self.early: dict[tuple[bool, int, int], torch.Tensor] = {}
 
     def run(self) -> Executed:
+        before = self._untie()
         for step in self.schedule[self.post.stage]:
             part = step.chunk * self.post.stages + self.post.stage
             (self._backward if step.backward else self._forward)(step, part)
             self.done.most_kept = max(self.done.most_kept, len(self.kept))
-        if self.loss is not None and self.model.config.tied and self.post.stages > 1:
-            self._tie()
+        if before is not None:
+            self._tie(*before)
         self.post.settle()
         return self.done
 
@@ -203,20 +204,30 @@ class Executor:
 
     def _backward(self, step: Step, part: int) -> None:
         came, went = self.kept.pop((step.micro_batch, part))
-        last = part + 1 == self.parts
-        torch.autograd.backward(went, None if last else self._take((True, step.micro_batch, part), part + 1))
+        gradient = None if part + 1 == self.parts else self._take((True, step.micro_batch, part), part + 1)
+        if went.requires_grad:  # not where all layers up to here are frozen
+            torch.autograd.backward(went, gradient)
         if came is not None:
-            assert came.grad is not None
-            self.post.send(came.grad, part - 1)
+            self.post.send(torch.zeros_like(came) if came.grad is None else came.grad, part - 1)
+        if all(micro != step.micro_batch for micro, _ in self.kept):
+            self.passes[step.micro_batch].shared.clear()  # layers have left keys and values there, whose graphs are over
 
-    def _tie(self) -> None:
-        """An embedding that is the head too stands on both ends, and each has seen a part of its gradient: both take the sum."""
-        first, last = self.post.stage == 0, self.post.last
-        if first or last:
-            weight: Any = self.model.chunks[0].entrance.weight if first else self.model.head.linear.weight  # type: ignore[union-attr]
-            other = self.post.stages - 1 if first else 0
-            self.post.send(weight.grad.clone(), other)
-            weight.grad += self.post.receive(torch.empty_like(weight.grad), other)
+    def _untie(self) -> tuple[torch.nn.Parameter, torch.Tensor | None] | None:
+        """Of an embedding that is the head too, and stands on both ends: the parameter, and the gradient that it had before."""
+        trains = any(step.backward for step in self.schedule[self.post.stage])
+        if not (trains and self.model.config.tied and self.post.stages > 1 and (self.post.stage == 0 or self.post.last)):
+            return None
+        weight: Any = self.model.head.linear.weight if self.post.last else self.model.chunks[0].entrance.weight  # type: ignore[union-attr]
+        before, weight.grad = weight.grad, None
+        return weight, before
+
+    def _tie(self, weight: torch.nn.Parameter, before: torch.Tensor | None) -> None:
+        """Each end has found a part of the gradient: both take the sum."""
+        other = 0 if self.post.last else self.post.stages - 1
+        mine = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        self.post.send(mine.clone(), other)
+        total = mine + self.post.receive(torch.empty_like(mine), other)
+        weight.grad = total if before is None else before + total
 
     def _take(self, what: tuple[bool, int, int], source: int) -> torch.Tensor:
         """A message for this stage; those that come before it are kept until they are due."""
@@ -247,10 +258,15 @@ def execute(
     With a loss(output, micro-batch) -> a scalar, backward steps leave gradients in the stage's parameters. Raises a ValueError
     if passes do not fit the schedule.
     """
+    stages, post = len(schedule), post_of(model)
+    if stages != post.stages:
+        raise ValueError(f"a schedule for {stages} stages, and {post.stages} of them")
+    if model.config.per_layer_width or any(pass_.states for pass_ in passes):
+        raise ValueError("schedules carry hidden states only: no per-layer inputs, and no states for drafters")
     counted = {step.micro_batch for steps in schedule for step in steps}
     if counted != set(range(len(passes))):
         raise ValueError(f"a schedule of {len(counted)} micro-batches, and {len(passes)} passes")
-    if _parts(schedule) != len(schedule) * len(model.chunks):
-        raise ValueError(f"a schedule of {_parts(schedule) // len(schedule)} chunks, and a model with {len(model.chunks)}")
+    if _parts(schedule) != stages * len(model.chunks):
+        raise ValueError(f"a schedule of {_parts(schedule) // stages} chunks, and a model with {len(model.chunks)}")
     with torch.set_grad_enabled(loss is not None):
         return Executor(model, schedule, passes, caches, loss).run()

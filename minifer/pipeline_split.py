@@ -47,7 +47,7 @@ def counts(model: Transformer, group: dist.ProcessGroup, split: str | Sequence[i
     elif split == "even":
         found = even(layers, parts)
     elif split is None:
-        found = _agreed(balanced(*seconds(model.config), parts, boundaries(model.config)), group)
+        found = _agreed(balanced(*seconds(model.config), parts, boundaries(model.config)), model, group)
     else:
         raise ValueError(f'split is "even", None (by time) or counts, it is {split!r}')
     _check(found, model.config)
@@ -139,10 +139,14 @@ def _median_seconds(run: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
-def _agreed(found: list[int], group: dist.ProcessGroup) -> list[int]:
-    """The first rank's: each has measured for itself."""
-    told = torch.tensor(found)
-    dist.broadcast(told, group=group, group_src=0)
+def _agreed(found: list[int], model: Transformer, group: dist.ProcessGroup) -> list[int]:
+    """The first rank's, since each has measured for itself: of the pipeline, and then of those who run a stage together."""
+    first = torch.tensor(found)
+    dist.broadcast(first, group=group, group_src=0)
+    told: torch.Tensor | None = first
+    for agree in model.agreements:
+        told = agree(told, (len(found),))
+    assert told is not None
     return told.tolist()
 
 

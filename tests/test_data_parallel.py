@@ -80,6 +80,15 @@ def test_a_prompt_that_cannot_be_served_is_the_same_error_on_every_rank(on_ranks
     messages = on_ranks(2, rank, checkpoint("llama"))
     assert messages[0] == messages[1] and "prompt 3 is empty" in messages[0]
 
+    def unfindable(folder):
+        try:
+            data_parallel.generate(plain_model(folder), [[1], Request([2], stop_strings=("x",))], dist.group.WORLD)
+        except ValueError as error:
+            return str(error)
+
+    messages = on_ranks(2, unfindable, checkpoint("llama"))
+    assert messages[0] == messages[1] and "prompt 1 has stop strings" in messages[0]
+
 
 def test_rt_05_a_replica_of_two_groups_may_finish_first(on_ranks, checkpoint, tiny64):
     """World 4 as two pairs; one pair's requests are short, the other's long."""
@@ -148,7 +157,7 @@ def test_weights_at_rest_serve_ranks_that_end_at_different_times(on_ranks, check
 
 
 def test_loaded_as_any_model(on_ranks):
-    """Fused, packed where that pays, by `load`; and each step gathers every layer's bytes once."""
+    """Fused by `load`; and each step gathers every layer's bytes once."""
     whole, tokenizer = minifer.load("tiny", torch.float32, "cpu")
     prompt = tokenizer.encode("def read(path):")
     wanted = ids_of(decode.generate(whole, [prompt], 6))

@@ -255,6 +255,8 @@ def test_splits_that_cannot_be_are_the_same_error_on_all_ranks(on_ranks, checkpo
         assert len(set(found)) == 1 and text in found[0]
     with pytest.raises(ValueError, match="no pipeline"):
         pipeline_parallel.run(Transformer(config_of(2)), [], [])
+    with pytest.raises(ValueError, match="cache of its own"):
+        pipeline_parallel.generate(Transformer(config_of(2)), [], 2, cache=1)
     with pytest.raises(ValueError, match="0 micro-batches"):
         pipeline_parallel.generate(Transformer(config_of(2)), [], 0)
 
@@ -281,12 +283,23 @@ def test_payload_is_that_of_the_formula(on_ranks, checkpoint, stages):
         model = staged(folder)
         with trace.record() as record:
             decode.generate(model, [list(range(1, 7))], 4)
+        assert {event.kind for event in record.events} == {"isend", "recv"}  # and no word besides
         return sorted(event.bytes for event in record.events if event.kind == "isend")
 
     prompt, step, decisions = 6 * 32 * 4, 32 * 4, [8] * 4
     *earlier, last = on_ranks(stages, rank)
     assert earlier == [sorted([prompt, *[step] * 3])] * (stages - 1)
     assert last == decisions * (stages - 1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pp_02_what_is_dealt_out(on_ranks, checkpoint, chunks):
+    folder = checkpoint("llama")
+    found = on_ranks(
+        2, lambda: [[layer.number for layer in chunk.layers] for chunk in staged(folder, chunks=chunks, split="even").chunks]
+    )
+    parts = [part for number in range(chunks) for part in (found[0][number], found[1][number])]
+    assert [layer for part in parts for layer in part] == [0, 1, 2, 3, 4] and all(parts)
 
 
 def test_slices_and_stages_together(on_ranks, checkpoint):
@@ -300,7 +313,7 @@ def test_slices_and_stages_together(on_ranks, checkpoint):
 
         def shard(empty):
             empty = tensor_parallel.shard(empty, groups[me // 2])
-            return pipeline_parallel.shard(empty, groups[2 + me % 2], "even")
+            return pipeline_parallel.shard(empty, groups[2 + me % 2])
 
         model = plain_model(folder, shard=shard)
         return [ids_of(pipeline_parallel.generate(model, PROMPTS, m, max_new_tokens=9)) for m in (1, 3)]

@@ -130,7 +130,12 @@ def test_gradients_are_those_of_one_process(on_ranks, checkpoint, make, family, 
         )
         options = () if make is gpipe else (chunks,)
         done = execute(model, make(stages, m, *options), passes, loss=loss_of)
-        return {name: parameter.grad for name, parameter in by_tensor(model)}, done.losses, done.most_kept
+        assert not any(pass_.shared for pass_ in passes), "what layers keep for a backward pass is gone after it"
+        once = {name: parameter.grad.clone() for name, parameter in by_tensor(model)}
+        execute(model, make(stages, m, *options), passes, loss=loss_of)  # gradients add up, as torch's do
+        for name, parameter in by_tensor(model):
+            torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=0, atol=1e-9)
+        return once, done.losses, done.most_kept
 
     found = on_ranks(stages, rank)
     for mine, _, _ in found:
@@ -155,11 +160,41 @@ def test_what_does_not_fit_is_an_error(on_ranks, checkpoint):
     def rank():
         model = plain_model(folder, shard=lambda e: pipeline_parallel.shard(e, dist.group.WORLD, "even"))
         errors = []
-        for schedule, passes in ((all_forward(2, 3), passes_of(2)), (all_forward(2, 2, 2), passes_of(2))):
+        cases = [(all_forward(2, 3), 2), (all_forward(2, 2, 2), 2), (all_forward(3, 2), 2)]
+        for schedule, passes in ((schedule, passes_of(count)) for schedule, count in cases):
             with pytest.raises(ValueError) as caught:
                 execute(model, schedule, passes)
             errors.append(str(caught.value))
         return errors
 
     first, second = on_ranks(2, rank)
-    assert first == second == ["a schedule of 3 micro-batches, and 2 passes", "a schedule of 2 chunks, and a model with 1"]
+    assert (
+        first
+        == second
+        == [
+            "a schedule of 3 micro-batches, and 2 passes",
+            "a schedule of 2 chunks, and a model with 1",
+            "a schedule for 3 stages, and 2 of them",
+        ]
+    )
+
+
+def test_a_loss_without_backward_and_frozen_first_layers(on_ranks, checkpoint):
+    folder = checkpoint("llama-biases-tied")
+    whole, passes = plain_model(folder, torch.float64), passes_of(2)
+    with torch.inference_mode():
+        wanted = [float(loss_of(whole(pass_), 0)) for pass_ in passes]
+
+    def rank():
+        model = plain_model(folder, torch.float64, shard=lambda e: pipeline_parallel.shard(e, dist.group.WORLD, "even"))
+        losses = execute(model, all_forward(2, 2), passes, loss=loss_of).losses
+        if model.decides:
+            for layer in model.layers:
+                for parameter in layer.parameters():
+                    parameter.requires_grad_(True)
+        execute(model, gpipe(2, 2), passes, loss=loss_of)
+        return losses, [parameter.grad is not None for parameter in model.layers[0].parameters()]
+
+    (none, earlier), (losses, later) = on_ranks(2, rank)
+    assert none == {} and [losses[at] for at in range(2)] == pytest.approx(wanted)
+    assert not any(earlier) and all(later)

@@ -53,7 +53,8 @@ class Gemma(nn.Module):
         self.looked_at = 0 if clusters is None else clusters[1]
         self.members: torch.Tensor | None = None  # [C, V / C]: the ids of each cluster
         self.sources = [_source(target, number, one.window is None) for number, one in enumerate(config.each)]
-        self.slots = [shared.target.slot(source) for source in self.sources if shared.target.decides]  # in the target's cache
+        # In the target's cache; on a rank that does not decide, nothing is drafted.
+        self.slots = [shared.target.slot(source) for source in self.sources] if shared.target.decides else []
         for number, (own, source) in enumerate(zip(config.each, self.sources)):
             theirs = target.each[source]
             if own.keys_of != OUTSIDE or (own.kv_heads, own.head_dim) != (theirs.kv_heads, theirs.head_dim):

@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         entrance = self.chunks[0].entrance
         table = entrance if isinstance(entrance, Embedding) else self.lookup
         if table is None:
-            raise ValueError("this rank holds no embedding, which its drafter reads: pipeline_parallel.shard(..., drafting=True)")
+            raise ValueError("this rank holds no embedding, which is to be read here: shard its model with drafting=True")
         return table.embed(ids)
 
     def fuse(self) -> Transformer:
