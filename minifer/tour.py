@@ -152,8 +152,10 @@ def _show(results: list[Result], console: Console) -> None:
 
 
 def _short(number: float) -> str:
-    """In thousands where it is long."""
-    return f"{number:,.0f}" if number < 10_000 else f"{number / 1000:,.0f} k"
+    """In thousands, or millions, where it is long."""
+    if number < 10_000:
+        return f"{number:,.0f}"
+    return f"{number / 1000:,.0f} k" if number < 1e6 else f"{number / 1e6:.1f} M"
 
 
 def _check_picture(picture: Path | None) -> None:

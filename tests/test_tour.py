@@ -30,9 +30,14 @@ def test_every_technique_is_exact_and_measured(seen):
         assert result.exact and result.difference == "" and result.tokens_per_second > 0
         speculates = result.name.startswith(("speculation", "multi-token")) or "×" in result.name
         assert result.tokens_per_pass > 1.05 if speculates else result.tokens_per_pass == pytest.approx(1.0), result.name
-    plain, replicas = results[0], results[-1]
+    by_name = {result.name: result for result in results}
+    plain, replicas = results[0], by_name["data parallelism"]
     assert (plain.collectives, plain.payload_bytes, plain.ratio) == (0, 0, 1)
     assert replicas.collectives == pytest.approx(2 / 144) and replicas.payload_bytes > 0  # two gathers, 6 prompts of 24 tokens
+    # A layer a pass and its word, 8 layers and 24 passes a rank, two gathers at the end; and a vector forth, an id back.
+    assert by_name["weights at rest"].payload_bytes > 24 * 8 * 688_640 * 4 / 144
+    naive, flying = by_name["pipeline, 1 micro-batch"], by_name["pipeline, 4 micro-batches"]
+    assert naive.payload_bytes == flying.payload_bytes and flying.collectives == pytest.approx(4 * naive.collectives)
 
 
 def test_the_table_fits_a_terminal(seen):
