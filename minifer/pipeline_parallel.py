@@ -20,8 +20,8 @@ With v chunks a stage has v stretches of layers, and each micro-batch comes roun
 Invariant: ids are those of one device; every stage takes the same decisions, and its caches have the same lengths.
 Cost: N D elements a boundary and pass (and as many for each state that a drafter reads), and 8 bytes a decided number to each
 earlier stage. A rank reads and keeps its own layers and their caches. Time between two tokens of a row: never less than on one
-rank. Idle share of one pass of m equal micro-batches over p stages: (p - 1) / (v m + p - 1) of the whole, with chunks if there are
-p of them at least. Decoding goes on and on, so that only 1 - m / p stays idle, and nothing from m = p on.
+rank. Idle share of one pass of m equal micro-batches over p stages: (p - 1) / (v m + p - 1) of the whole, with chunks where m is a
+multiple of p. Decoding goes on and on, so that only 1 - m / p stays idle, and nothing from m = p on.
 Sources: Huang et al. 2019 (GPipe, arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473, section 2.2: interleaving).
 
 Letters: N tokens of a pass, D width, p stages, m micro-batches, v chunks.

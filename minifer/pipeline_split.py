@@ -28,7 +28,8 @@ from .model.load import default_device, default_dtype
 from .model.passes import Pass, Span
 from .model.transformer import Head, Transformer
 
-REPEATS = 15  # passes that a layer is timed for
+REPEATS = 15  # how often layers are timed
+COPIES = 6  # of a layer, one after the other: a single one would stay in the processor's caches, which no real step finds there
 
 
 def counts(model: Transformer, group: dist.ProcessGroup, split: str | Sequence[int] | None = None, chunks: int = 1) -> list[int]:
@@ -106,15 +107,16 @@ def seconds(config: Config) -> tuple[list[float], float]:
 
 
 def _layer_seconds(config: Config, number: int, device: torch.device) -> float:
-    layer = Layer(config, number)
-    layer.fuse()
-    _make_real(layer, device)
+    layers = [Layer(config, number) for _ in range(COPIES)]
+    for layer in layers:
+        layer.fuse()
+        _make_real(layer, device)
     pass_ = Pass(torch.zeros(1, dtype=torch.int64), (Span(0, 0, 1),), (0,))
     hidden = torch.zeros(1, config.width, dtype=default_dtype(device), device=device)
-    heads, width = layer.attention.cache_shape
+    heads, width = layers[0].attention.cache_shape
     other = torch.zeros(1, heads, width, dtype=hidden.dtype, device=device)
-    pass_.shared.update({"embedded": (pass_.ids, hidden), ("keys and values", layer.attention.keys_of): (other, other)})
-    return _median_seconds(lambda: layer(hidden, pass_, None, 0))
+    pass_.shared.update({"embedded": (pass_.ids, hidden), ("keys and values", layers[0].attention.keys_of): (other, other)})
+    return _median_seconds(lambda: [layer(hidden, pass_, None, 0) for layer in layers]) / COPIES
 
 
 def _make_real(module: nn.Module, device: torch.device) -> None:
