@@ -105,7 +105,7 @@ def test_pp_08_rows_that_end_at_different_times(on_ranks, checkpoint):
     assert on_ranks(3, rank, timeout=20) == [[wanted] * 3] * 3
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)])
 def test_speculation_inside_a_pipeline(on_ranks, stages, chunks):
     """All drafters of tiny: plain ids, the drafts of one device, and after every round the same lengths in all stages' caches."""
     texts = ["def read(path):\n    with", "class Stack:", "import os\n\nfor name in"]
