@@ -24,6 +24,7 @@ from rich.table import Table
 from . import data_parallel, decode, pipeline_parallel, trace
 from .batch import Completion, Request
 from .bench import prompts_of
+from .bench_speculation import seconds
 from .model.load import find, load
 from .model.passes import Pass, Span
 from .pipeline_schedules import all_forward, execute, simulate
@@ -51,8 +52,8 @@ def hold(name: str, dtype: torch.dtype | None, how: str) -> tuple[int, int]:
 
 def step_seconds(completions: Sequence[Completion]) -> float:
     """Of a decode step of all rows: from the last row's first token to the end."""
-    span = max(one.seconds for one in completions) - max(one.ttft or 0.0 for one in completions)
-    return span / (len(completions[0].ids) - 1)
+    span, tokens = seconds(completions)
+    return span / tokens
 
 
 def decode_step(how: str, rows: int, micro_batches: int, tokens: int) -> float:
@@ -191,7 +192,7 @@ def bench_data(
     repeats: int = 5,
     dtype: torch.dtype | None = None,
     console: Console | None = None,
-) -> dict[tuple[str, int], Turns]:
+) -> dict[tuple[str, int], list[float]]:
     """Replicas and weights at rest, with as many rows a rank as one rank alone has. Print a table.
 
     Returns {(contestant, rows a rank): tokens a second of all ranks, of each turn}.
@@ -200,7 +201,7 @@ def bench_data(
     console.width = max(140, console.width)
     find(name)
     ways = {"1 rank": (1, "whole"), f"{ranks} replicas": (ranks, "whole"), f"{ranks} ranks, weights at rest": (ranks, "at rest")}
-    found: dict[tuple[str, int], Turns] = {(title, rows): {"tokens/s": []} for title in ways for rows in batches}
+    found: dict[tuple[str, int], list[float]] = {(title, rows): [] for title in ways for rows in batches}
     with (
         Ranks(1, cuda=False, threads=1) as alone,
         Ranks(ranks, cuda=False, threads=1) as together,
@@ -216,7 +217,7 @@ def bench_data(
                 for title, (count, how) in ways.items():
                     taken = max(worlds[count].run(replica_step, how, rows, tokens))
                     if turn:
-                        found[title, rows]["tokens/s"].append(count * rows / taken)
+                        found[title, rows].append(count * rows / taken)
     table = _table(
         f"{name}, one thread a rank, medians of {repeats} turns",
         "",
@@ -227,7 +228,7 @@ def bench_data(
     for title in ways:
         cells = []
         for rows in batches:
-            mine, base = found[title, rows]["tokens/s"], found["1 rank", rows]["tokens/s"]
+            mine, base = found[title, rows], found["1 rank", rows]
             cells.append(f"{statistics.median(mine):,.0f}  {statistics.median(a / b for a, b in zip(mine, base)):.2f}")
         weights = " + ".join(f"{size / 1e6:.0f}" for _, size in kept[title])
         table.add_row(title, *cells, weights, f"{payload[title]:,}")

@@ -17,34 +17,25 @@ def bench_command(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure on this machine. Contestants take turns; figures are medians with their spread."
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
     decoding = kinds.add_parser("decode", help="plain decoding, beside transformers, llama.cpp and the bound")
-    decoding.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
     decoding.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
     decoding.add_argument("--threads", type=positive, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
-    decoding.add_argument("--tokens", type=positive, default=128, metavar="N", help="new tokens a prompt (default: 128)")
-    decoding.add_argument("--repeats", type=positive, default=5, metavar="N", help="runs of each contestant (default: 5)")
-    decoding.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    _of_a_model(decoding, 128, 5, "runs of each contestant")
     decoding.set_defaults(run=_run_bench_decode)
     speculating = kinds.add_parser("speculation", help="each drafter beside plain decoding: by workload, draft length and batch")
-    speculating.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
     names = "names, folders, or two with a plus (prompt_lookup+eagle); default: all that are bundled for the model"
     speculating.add_argument("--drafters", nargs="+", metavar="NAME", help=names)
     speculating.add_argument("--lengths", type=positive, nargs="+", default=range(1, 9), metavar="N", help="default: 1 to 8")
     speculating.add_argument(
         "--batches", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N", help="default: 1 to 32"
     )
-    speculating.add_argument("--tokens", type=positive, default=96, metavar="N", help="new tokens a prompt (default: 96)")
     speculating.add_argument("--prompts", type=positive, default=2, metavar="N", help="of each workload, 1-12 (default: 2)")
-    speculating.add_argument("--repeats", type=positive, default=3, metavar="N", help="turns of each (default: 3)")
-    speculating.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    _of_a_model(speculating, 96, 3, "turns of each")
     speculating.set_defaults(run=_run_bench_speculation)
     slicing = kinds.add_parser("tensor", help="ranks with slices of a model, beside one rank, one process, gloo and transformers")
-    slicing.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
     slicing.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: 2, of one thread each")
     slicing.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32")
-    slicing.add_argument("--tokens", type=positive, default=64, metavar="N", help="new tokens a prompt (default: 64)")
     slicing.add_argument("--prompt", type=positive, default=512, metavar="N", help="tokens of the long prompt (default: 512)")
-    slicing.add_argument("--repeats", type=positive, default=5, metavar="N", help="turns (default: 5)")
-    slicing.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    _of_a_model(slicing, 64, 5, "turns")
     slicing.set_defaults(run=_run_bench_tensor)
     collectives = kinds.add_parser("collectives", help="each collective over shared memory and over gloo")
     collectives.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
@@ -56,27 +47,32 @@ def bench_command(parser: argparse.ArgumentParser) -> None:
     staging.add_argument("--rows", type=positive, nargs="+", default=[8, 32, 128], metavar="N", help="default: 8 32 128")
     staging.add_argument("--groups", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     staging.add_argument("--prompt", type=positive, default=256, metavar="N", help="tokens of each prompt (default: 256)")
-    staging.set_defaults(run=_run_bench_pipeline, repeats=3)
+    _of_a_model(staging, 32, 3, "turns of each")
+    staging.set_defaults(run=_run_bench_pipeline)
     replicating = kinds.add_parser("data", help="replicas, and weights at rest, beside one rank")
     replicating.add_argument("--ranks", type=positive, default=2, metavar="N", help="default: 2, of one thread each")
     replicating.add_argument(
         "--batches", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="rows a rank (default: 1 8 32)"
     )
-    replicating.set_defaults(run=_run_bench_data, repeats=5)
-    for one in (staging, replicating):
-        one.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
-        one.add_argument("--tokens", type=positive, default=32, metavar="N", help="new tokens a prompt (default: 32)")
-        one.add_argument("--repeats", type=positive, metavar="N", help="turns of each (default: 3 for pipeline, 5 for data)")
-        one.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+    _of_a_model(replicating, 32, 5, "turns of each")
+    replicating.set_defaults(run=_run_bench_data)
     launching = kinds.add_parser("launch", help="starting and ending worlds of ranks, first and warm")
     launching.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
     launching.set_defaults(run=_run_bench_launch)
 
 
+def _of_a_model(parser: argparse.ArgumentParser, tokens: int, repeats: int, of: str) -> None:
+    """What every bench of a model may be told. tokens, repeats: its defaults; of: what is repeated."""
+    parser.add_argument("--model", default="smollm2", help=f"default: smollm2; {MODEL_HELP}")
+    parser.add_argument("--tokens", type=positive, default=tokens, metavar="N", help=f"new tokens a prompt (default: {tokens})")
+    parser.add_argument("--repeats", type=positive, default=repeats, metavar="N", help=f"{of} (default: {repeats})")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as load chooses")
+
+
 def _run_bench_decode(options: argparse.Namespace) -> int:
     from .bench import bench_decode
 
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = DTYPES.get(options.dtype)
     bench_decode(options.model, options.batches, options.threads, options.tokens, options.repeats, dtype)
     return 0
 
@@ -84,7 +80,7 @@ def _run_bench_decode(options: argparse.Namespace) -> int:
 def _run_bench_speculation(options: argparse.Namespace) -> int:
     from .bench_speculation import bench_speculation
 
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = DTYPES.get(options.dtype)
     sizes = {"tokens": options.tokens, "repeats": options.repeats, "each": options.prompts}
     bench_speculation(options.model, options.drafters, options.lengths, options.batches, dtype=dtype, **sizes)
     return 0
@@ -93,7 +89,7 @@ def _run_bench_speculation(options: argparse.Namespace) -> int:
 def _run_bench_tensor(options: argparse.Namespace) -> int:
     from .bench_tensor import bench_tensor
 
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = DTYPES.get(options.dtype)
     bench_tensor(options.model, options.ranks, options.batches, options.tokens, options.prompt, options.repeats, dtype)
     return 0
 
@@ -108,7 +104,7 @@ def _run_bench_collectives(options: argparse.Namespace) -> int:
 def _run_bench_pipeline(options: argparse.Namespace) -> int:
     from .bench_pipeline import bench_pipeline
 
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = DTYPES.get(options.dtype)
     sizes = {"tokens": options.tokens, "prompt": options.prompt, "repeats": options.repeats}
     bench_pipeline(options.model, options.stages, options.rows, options.groups, dtype=dtype, **sizes)
     return 0
@@ -117,7 +113,7 @@ def _run_bench_pipeline(options: argparse.Namespace) -> int:
 def _run_bench_data(options: argparse.Namespace) -> int:
     from .bench_pipeline import bench_data
 
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = DTYPES.get(options.dtype)
     bench_data(options.model, options.ranks, options.batches, options.tokens, options.repeats, dtype)
     return 0
 

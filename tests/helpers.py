@@ -134,6 +134,18 @@ def plain_model(
     return model.finish() if finish else model
 
 
+def noting(loop: decode.Steps, note: Callable[[Pass], object]) -> decode.Steps:
+    """The same loop; note(pass) is called whenever a pass has run."""
+    output: Any = None
+    while True:
+        try:
+            pass_ = loop.send(output)
+        except StopIteration as end:
+            return end.value
+        output = yield pass_
+        note(pass_)
+
+
 def naive_greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
     """Greedy decoding with no cache, no batch and no loop of minifer's: the whole text again for every token."""
     ids = list(prompt)

@@ -7,7 +7,18 @@ from functools import lru_cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PieceTokenizer, ScriptedModel, Truthful, TruthfulTree, chain, ids_of, naive_greedy, plain_model, trained_kind
+from helpers import (
+    PieceTokenizer,
+    ScriptedModel,
+    Truthful,
+    TruthfulTree,
+    chain,
+    ids_of,
+    naive_greedy,
+    noting,
+    plain_model,
+    trained_kind,
+)
 
 from minifer import data_parallel, decode, mtp
 from minifer.batch import Request
@@ -129,19 +140,9 @@ def test_drafts_are_really_kept(target, truth):
 def test_what_a_pass_costs_is_one_pass(target, truth):
     """In the steady state there is one pass of the target a round, over the last token and the draft."""
     passes = []
-
-    def watched(loop):
-        output = None
-        while True:
-            try:
-                pass_ = loop.send(output)
-            except StopIteration as end:
-                return end.value
-            passes.append([tuple(span) for span in pass_.spans])
-            output = yield pass_
-
     batch = decode.start(target, PROMPTS[:1], 10)
-    decode.run(target, watched(mtp.steps(batch, Truthful(truth, 67), 4)), decode.new_cache(target, batch))
+    loop = noting(mtp.steps(batch, Truthful(truth, 67), 4), lambda pass_: passes.append([tuple(span) for span in pass_.spans]))
+    decode.run(target, loop, decode.new_cache(target, batch))
     assert passes == [[(0, 0, 1)], [(0, 1, 5)], [(0, 6, 4)]]  # 1 + 5 + 4 tokens; the last draft leaves room for the pass's own
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import FAMILIES, ids_of, plain_model
+from helpers import FAMILIES, ids_of, noting, plain_model
 
 import minifer
 from minifer import decode, drafters, mtp, pipeline_parallel, tensor_parallel, trace
@@ -149,20 +149,9 @@ def _drafting(chunks):
 def _noting(seen, model, prompts, **options):
     """mtp.start, with the lengths of its cache noted at each pass."""
     batch, loop, cache = mtp.start(model, prompts, **options)
-    place = len(seen)
-    seen.append([])
-
-    def noted():
-        output = None
-        while True:
-            try:
-                pass_ = loop.send(output)
-            except StopIteration as end:
-                return end.value
-            output = yield pass_
-            seen[place].append(cache.lengths)
-
-    return batch, noted(), cache
+    lengths: list[list[int]] = []
+    seen.append(lengths)
+    return batch, noting(loop, lambda _: lengths.append(cache.lengths)), cache
 
 
 def test_a_drafter_that_embeds_needs_the_embedding_on_the_last_stage(on_ranks):
