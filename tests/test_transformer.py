@@ -9,7 +9,6 @@ from helpers import FAMILIES, ids_of, naive_greedy, plain_model
 from minifer import decode
 from minifer.model.passes import Pass, Span
 
-TOLERANCE = 1e-4
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -17,6 +16,11 @@ def whole(rows: list[list[int]], states: tuple[int, ...] = ()) -> Pass:
     """One pass over whole texts, every token wanted."""
     ids = [token for row in rows for token in row]
     return Pass(torch.tensor(ids), tuple(Span(at, 0, len(row)) for at, row in enumerate(rows)), tuple(range(len(ids))), states)
+
+
+def near(given: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal up to float32's rounding (1.2e-7) some hundred times over: it grows with the logits, and with how a processor adds."""
+    return bool((given - wanted).abs().max() < 4e-5 * wanted.abs().max())
 
 
 def texts(*lengths: int) -> list[list[int]]:
@@ -35,16 +39,21 @@ def expected(reference, rows: list[list[int]]) -> torch.Tensor:
 def test_logits_without_cache(family, checkpoint):
     model, rows = plain_model(checkpoint(family)), texts(13, 1, 6)
     wanted = expected(checkpoint.reference(family), rows)
-    assert (model(whole(rows)).logits - wanted).abs().max() < TOLERANCE
+    assert near(model(whole(rows)).logits, wanted)
     assert wanted.abs().mean() > 0.3  # logits that could hide a fault in their smallness would prove little
 
 
 @every_family
 @torch.inference_mode()
 def test_logits_with_cache_and_ragged_rows(family, checkpoint):
-    """Rows of different lengths grow by spans of different lengths, down to single tokens and rows that rest."""
-    model, rows = plain_model(checkpoint(family)), texts(14, 9, 12)
-    wanted = expected(checkpoint.reference(family), rows).split([len(row) for row in rows])
+    """Rows of different lengths grow by spans of different lengths, down to single tokens and rows that rest.
+
+    RUN-12: in float64, where the order of sums does not show, the cache changes nothing; and that is what transformers gives.
+    """
+    model, rows = plain_model(checkpoint(family), torch.float64), texts(14, 9, 12)
+    everything = model(whole(rows)).logits
+    assert near(everything, expected(checkpoint.reference(family), rows))
+    wanted = everything.split([len(row) for row in rows])
     cache, at = model.new_cache(3, 14), [0, 0, 0]
     plan = [(3, 1, 4), (1, 1, 1), (1, 1, 1), (4, 0, 2), (0, 5, 0), (1, 1, 1), (1, 0, 1), (3, 0, 2)]
     for counts in plan:
@@ -55,7 +64,7 @@ def test_logits_with_cache_and_ragged_rows(family, checkpoint):
                 ids += rows[row][at[row] : at[row] + count]
         output = model(Pass(torch.tensor(ids), tuple(spans), tuple(range(len(ids)))), cache)
         here = torch.cat([wanted[span.row][span.start : span.start + span.count] for span in spans])
-        assert (output.logits - here).abs().max() < TOLERANCE, (counts, family)
+        assert (output.logits - here).abs().max() < 1e-10, (counts, family)
         for span in spans:
             at[span.row] += span.count
     assert at == [14, 9, 12] == cache.lengths
