@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .ranks.launch import cores
+from .ranks.host import cores
 from .stops import STOPS
 from .verdict import Result
 

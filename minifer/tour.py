@@ -24,7 +24,8 @@ from .model.tokenizer import Tokenizer
 from .model.transformer import Transformer
 from .prompts import first
 from .ranks import Ranks, trace
-from .ranks.launch import a_gpu_each, cores
+from .ranks.here import a_gpu_each
+from .ranks.host import cores
 from .stops import STOPS, Stop, stops_for
 from .verdict import Result, Run, judge
 

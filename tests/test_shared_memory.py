@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minifer import Ranks, launch
-from minifer.ranks import segment, shared_memory
+from minifer.ranks import host, segment, shared_memory
 
-pytestmark = pytest.mark.skipif(not segment.usable(), reason="needs POSIX and an x86-64 processor")
+pytestmark = pytest.mark.skipif(not host.usable(), reason="needs POSIX and an x86-64 processor")
 
 KINDS = ["all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "reduce_scatter_list", "all_to_all", "all_to_all_list",
          "broadcast", "reduce", "gather", "scatter", "ring", "object"]  # fmt: skip
@@ -292,7 +292,7 @@ def test_gone_and_late_are_told_apart(on_ranks):
     first, second = on_ranks(2, left)
     assert second == []
     assert first == [
-        ("ConnectionError", "all_reduce over ranks [0, 1]: rank 1 is gone", True),
+        ("PeerLost", "all_reduce over ranks [0, 1]: rank 1 is gone", True),
         ("TimeoutError", "all_reduce over ranks [0, 1]: rank 1 did not come within 0:00:00.500000", True),
     ]
 
@@ -334,14 +334,14 @@ def test_messages_that_do_not_fit_are_errors_with_the_numbers(on_ranks):
         return errors
 
     first, second = on_ranks(2, misfit)
-    assert "rank 0 sent 12 bytes with tag 0, rank 1 awaits 16 with tag 0" in second[0]
+    assert "rank 0 sent 12 bytes of float32 with tag 0, rank 1 awaits 16 of float32 with tag 0" in second[0]
     assert len(first) == 3 and "contiguous" in first[0] and "names its source" in first[2]
 
 
 def test_memory_is_its_users_alone_and_leaves_nothing_behind(on_ranks):
     def look():
         group = dist.new_group()
-        file = group.segment._file
+        file = group.traffic.segment._file
         return oct(os.fstat(file).st_mode & 0o777), os.fstat(file).st_nlink
 
     assert on_ranks(3, look) == [("0o600", 0)] * 3
@@ -357,7 +357,7 @@ def test_more_ranks_than_cores_get_on():
             x /= dist.get_world_size()
         return float(x.sum())
 
-    ranks = segment.cores() + 3
+    ranks = host.cores() + 3
     assert launch(sums, ranks, timeout=60) == [10.0] * ranks
 
 
@@ -377,19 +377,23 @@ def test_other_processors_use_gloo_and_say_so(monkeypatch):
         Ranks(2, backend="shared_memory")
 
 
-def test_memory_that_does_not_fit_is_said_before_it_is_used(monkeypatch):
+@pytest.mark.parametrize("named", [False, True], ids=["memory without a name", "a file"])
+def test_memory_that_does_not_fit_is_said_before_it_is_used(monkeypatch, named):
     class Full:
         f_bavail, f_frsize = 10, 4096
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    if named:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    before = set(os.listdir(host.memory_folder()))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    with pytest.raises(RuntimeError, match="would share .* bytes of memory, .* has 40,960 left"):
-        segment._meet(dist.HashStore(), 0, 2, 1 << 20, None)
-    assert not os.path.isdir("/dev/shm") or not {name for name in set(os.listdir("/dev/shm")) - before if "minifer-" in name}
+    monkeypatch.setattr(os, "fstatvfs", lambda _: Full)
+    left = ".* has 40,960 left" if named else ", and there is no room for them"
+    with pytest.raises(RuntimeError, match=f"2 ranks would share 4,096 bytes of memory{left}.*--shm-size.*gloo"):
+        segment._meet(dist.HashStore(), 0, 2, 1 << 20, 4096, None)
+    assert not {name for name in set(os.listdir(host.memory_folder())) - before if "minifer-" in name}
 
 
 def test_a_group_that_has_failed_stays_failed(on_ranks):

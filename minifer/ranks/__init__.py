@@ -4,6 +4,7 @@
 """
 
 from . import trace
-from .launch import RankError, Ranks, launch
+from .errors import RankError
+from .launch import Ranks, launch
 
 __all__ = ["RankError", "Ranks", "launch", "trace"]

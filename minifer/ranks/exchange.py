@@ -12,7 +12,9 @@ ranks sum a large tensor, a chunk takes two steps: each rank sums its share, the
 ranks everywhere, so all ranks hold the same bits.
 
 Every collective is a generator: it yields the rank that it waits for, and goes on when it is resumed. All ranks take the steps of
-their collectives in the same order. Messages from rank to rank have a pipe for each pair and know nothing of steps.
+their collectives in the same order, and the first step of each also compares what it is (`agreed`): nobody takes a number for
+something that it is not. Messages from rank to rank have a pipe for each pair and know nothing of steps; before each stands what
+it is.
 
 Bytes through the slots, S those of the tensor, n ranks: all-reduce writes S and reads n S (shared out: S + S/n, and 2 S at most);
 all-gather, S a rank's share, writes S and reads n S.
@@ -21,32 +23,54 @@ all-gather, S a rank's share, writes S and reads n S.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
+from .call import DTYPES, Call, Summing, dtype_code, dtype_name
 from .segment import SLOT_BYTES, SLOTS, Segment
 
 ONE_SHOT_BYTES = 32 << 10  # a sum over more than two ranks is shared out above this
-HEADER = ctypes.c_int64 * 2  # before a message: its bytes, its tag
+HEADER = ctypes.c_int64 * 3  # before a message: its bytes, its tag, its dtype
 
 Steps = Generator[int, None, None]  # yields the rank that it waits for
-Summing = Callable[[torch.Tensor, torch.Tensor], object]  # (what all ranks gave [n, elements], where the result goes [elements])
 copy = ctypes.memmove  # (to, from, bytes), addresses
 
 
 class Exchange:
     """What one rank does for its part of each collective."""
 
-    def __init__(self, segment: Segment, rank: int) -> None:
-        self.segment, self.me, self.ranks = segment, rank, segment.ranks
+    def __init__(self, segment: Segment, rank: int, members: tuple[int, ...]) -> None:
+        self.segment, self.me, self.ranks, self.members = segment, rank, segment.ranks, members
         self.others = [other for other in range(segment.ranks) if other != rank]
         self.posted, self.taken = segment.posted, segment.taken
         self.step = 0  # the same on all ranks
+        self.number = 0  # of collectives; the same on all ranks
+        self.call: Call | None = None  # that was not compared yet
         self.moved = 0  # grows with every step taken and every message moved
+
+    def agreed(self, call: Call, steps: Steps) -> Steps:
+        """The steps of a collective; with the first one all ranks see that all call the same."""
+        self.number += 1
+        self.call = call
+        yield from steps
+
+    def _announce(self, call: Call) -> None:
+        """Beside what the first step puts into my slot. Two lines a rank: all have read the one before last by now."""
+        line = 2 * self.me + self.number % 2
+        self.segment.codes[line], self.segment.sizes[line] = self.number % 2**32 << 32 | call.code(), call.bytes
+
+    def _compare(self) -> None:
+        """What all ranks call, now that all have said it."""
+        codes, sizes, parity = self.segment.codes, self.segment.sizes, self.number % 2
+        mine = 2 * self.me + parity
+        self.call = None
+        for rank in self.others:
+            line = 2 * rank + parity
+            if codes[line] != codes[mine] or sizes[line] != sizes[mine]:
+                both = {one: Call.read(codes[one] % 2**32, sizes[one]) for one in sorted((line, mine))}
+                said = "; ".join(f"rank {self.members[one // 2]} {call.told(self.members)}" for one, call in both.items())
+                raise ValueError(f"ranks {list(self.members)} call different things as their collective {self.number}: {said}")
 
     def all_reduce(self, tensor: torch.Tensor, summing: Summing) -> Steps:
         size, n = tensor.element_size(), self.ranks
@@ -96,16 +120,19 @@ class Exchange:
             self._took()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
-        """First how much goes where, which nobody else knows; then the shares, in as many steps as the largest needs."""
+        """First who gives and awaits how much, which nobody else knows; then the shares, in as many steps as the largest needs."""
         given, into, n = [flat(one) for one in inputs], [flat(one) for one in outputs], self.ranks
-        sizes = torch.tensor([one.nbytes for one in given])
-        table = [torch.empty(n, dtype=torch.int64) for _ in range(n)]
-        yield from self.all_gather(table, sizes)
-        for rank, (row, output) in enumerate(zip(table, into)):
-            if row[self.me] != output.nbytes:
-                raise ValueError(f"rank {rank} gives {row[self.me]} bytes, {output.nbytes} are awaited")
-        room, largest = SLOT_BYTES // n, max(int(row.max()) for row in table)
-        for at, _ in cut(largest, room):
+        sizes = torch.tensor([one.nbytes for one in given] + [one.nbytes for one in into])
+        table = torch.empty(n, 2 * n, dtype=torch.int64)
+        yield from self.all_gather(list(table), sizes)
+        gives, awaits = table[:, :n], table[:, n:].t()  # [from, to]
+        for source, to in (gives != awaits).nonzero().tolist():
+            raise ValueError(
+                f"all_to_all over ranks {list(self.members)}: rank {self.members[source]} gives {gives[source, to]} bytes, "
+                f"rank {self.members[to]} awaits {awaits[source, to]} of it"
+            )
+        room, largest = SLOT_BYTES // n, int(gives.max())
+        for at in range(0, largest, room):
 
             def left(one: torch.Tensor, at: int = at) -> int:
                 return max(0, min(room, one.nbytes - at))
@@ -118,11 +145,13 @@ class Exchange:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
         for at, size in cut(tensor.nbytes, SLOT_BYTES):
-            if self.me == root:
-                yield from self._put((0, tensor.data_ptr() + at, size))
+            first = at == 0  # in which all say what they call; from then on only the root writes
+            if self.me == root or first:
+                yield from self._put(*[(0, tensor.data_ptr() + at, size)] if self.me == root else [])
             else:
                 self.step += 1
-                yield from self._there([root])
+            yield from self._there(self.others if first else [root] if self.me != root else [])
+            if self.me != root:
                 copy(tensor.data_ptr() + at, self.segment.slot(root, self.step), size)
             self._took()
 
@@ -140,6 +169,8 @@ class Exchange:
         slot = self.segment.slot(self.me, self.step)
         for offset, address, size in pieces:
             copy(slot + offset, address, size)
+        if self.call is not None:
+            self._announce(self.call)
         self.posted[self.me] = self.step
 
     def _there(self, ranks: Sequence[int]) -> Steps:
@@ -147,6 +178,8 @@ class Exchange:
         for rank in ranks:
             while self.posted[rank] < self.step:
                 yield rank
+        if self.call is not None:
+            self._compare()
 
     def _took(self) -> None:
         """End the step: others may write again."""
@@ -154,16 +187,18 @@ class Exchange:
         self.moved += 1
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Steps:
-        header = HEADER(tensor.nbytes, tag)
+        header = HEADER(tensor.nbytes, tag, dtype_code(tensor.dtype))
         yield from self._write(to, ctypes.addressof(header), ctypes.sizeof(header))
         yield from self._write(to, tensor.data_ptr(), tensor.nbytes)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Steps:
         header = HEADER()
         yield from self._read(source, ctypes.addressof(header), ctypes.sizeof(header))
-        if tuple(header) != (tensor.nbytes, tag):
+        size, sent_tag, dtype = header
+        if (size, sent_tag, dtype) != (tensor.nbytes, tag, dtype_code(tensor.dtype)):
             raise ValueError(
-                f"rank {source} sent {header[0]} bytes with tag {header[1]}, rank {self.me} awaits {tensor.nbytes} with tag {tag}"
+                f"rank {self.members[source]} sent {size} bytes of {dtype_name(DTYPES[dtype])} with tag {sent_tag}, "
+                f"rank {self.members[self.me]} awaits {tensor.nbytes} of {dtype_name(tensor.dtype)} with tag {tag}"
             )
         yield from self._read(source, tensor.data_ptr(), tensor.nbytes)
 
@@ -176,6 +211,7 @@ class Exchange:
             if not now:
                 yield to
                 continue
+            self.segment.take_pipe(to, at + now)
             copy(pipe + at, address, now)
             done, address, size = done + now, address + now, size - now
             self.segment.written[pair] = done
@@ -206,42 +242,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(size: int, most: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of the chunks of at most `most`."""
-    for start in range(0, size, most):
+    """(start, size) of the chunks of at most `most`; of nothing, one chunk of nothing: ranks meet over that, too."""
+    for start in range(0, max(size, 1), most):
         yield start, min(most, size - start)
-
-
-def _add(parts: torch.Tensor, out: torch.Tensor) -> None:
-    if len(parts) == 2:  # the quickest there is for two
-        torch.add(parts[0], parts[1], out=out)
-    else:  # in float32 for narrower dtypes, rounded once
-        torch.sum(parts, 0, dtype=out.dtype, out=out)
-
-
-def _average(parts: torch.Tensor, out: torch.Tensor) -> None:
-    _add(parts, out)
-    out /= len(parts)
-
-
-def _by_two(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(reduce(function, parts))
-
-
-SUMMING: tuple[tuple[Any, Summing], ...] = (
-    (dist.ReduceOp.SUM, _add),
-    (dist.ReduceOp.AVG, _average),
-    (dist.ReduceOp.PRODUCT, partial(_by_two, torch.mul)),
-    (dist.ReduceOp.MIN, partial(_by_two, torch.minimum)),
-    (dist.ReduceOp.MAX, partial(_by_two, torch.maximum)),
-    (dist.ReduceOp.BAND, partial(_by_two, torch.bitwise_and)),
-    (dist.ReduceOp.BOR, partial(_by_two, torch.bitwise_or)),
-    (dist.ReduceOp.BXOR, partial(_by_two, torch.bitwise_xor)),
-)
-
-
-def summing_of(op: Any) -> Summing:
-    """How to reduce in this way."""
-    for known, summing in SUMMING:
-        if op == known:
-            return summing
-    raise ValueError(f"no such reduction over shared memory: {op}")

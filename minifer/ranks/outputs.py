@@ -2,6 +2,8 @@
 
 Ranks that print as they run would mix their lines, in another order every time. So each has two files, and the parent shows
 what is new in them when a function has returned, or failed: first rank 0's lines, then rank 1's, ...
+
+Showing never fails: a character that the parent's stream does not have is shown as a replacement, and results do not depend on it.
 """
 
 from __future__ import annotations
@@ -9,10 +11,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-
-from .worker import output_file
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
 
 TORCH_LOG = re.compile(r"(\[rank\d+\]:)?\s*\[[IWE]\d{4} ")  # "[W1129 12:00:00.1 file.cpp:12] ...", perhaps behind "[rank0]:"
+
+
+def output_file(folder: str, rank: int, number: int) -> Path:
+    """Where a rank's stdout (1) or stderr (2) goes."""
+    return Path(folder) / f"rank{rank}.{number}"
 
 
 class Outputs:
@@ -35,10 +43,11 @@ class Outputs:
             for rank in range(self.ranks):
                 text = self.read(rank, number)
                 fresh, self._shown[rank, number] = text[self._shown[rank, number] :], len(text)
-                for line in fresh.splitlines():
+                for line in lines(fresh):
                     if not TORCH_LOG.match(line):
-                        print(f"[rank {rank}] {line}", file=stream)
-            stream.flush()
+                        _print(f"[rank {rank}] {line}", stream)
+            with suppress(Exception):
+                stream.flush()
 
     def take_stack(self, rank: int) -> str:
         """Of the stack that faulthandler wrote last, innermost frame first, the caller's own frames. It is not shown again."""
@@ -47,3 +56,15 @@ class Outputs:
         frames = text.rpartition("(most recent call first):")[2].strip("\n").splitlines()
         workers = [at for at, frame in enumerate(frames) if f'{os.sep}worker.py"' in frame]
         return "\n".join(frames[: workers[0]] if workers else frames[:20])
+
+
+def lines(text: str) -> list[str]:
+    """Lines as a terminal shows them in the end: "\\n" ends one, and what stands before a "\\r" is written over."""
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """On a stream of any encoding, or one that is closed."""
+    with suppress(Exception):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(line.encode(encoding, "replace").decode(encoding), file=stream)

@@ -11,224 +11,117 @@ and a look. Every rank owns slots that all others read:
 
     rank 0 ══ pipe ══► rank 1      messages, one after the other; the sender goes on as soon as they fit
 
-segment.py is the memory, exchange.py what a rank does for each collective, and this file what torch.distributed calls, and how
-ranks wait. Whoever waits for an operation moves all that are open, of all groups of its process, so nothing depends on the
-order in which they are waited for. But there is no thread behind it: nothing moves while a rank does something else. A message
-that does not fit its pipe stands still while its sender computes, and is stuck if the sender waits elsewhere.
+segment.py is the memory, exchange.py what a rank does for each collective, call.py what ranks compare before they do it,
+pending.py how they wait, and this file what torch.distributed calls.
 
-Waiting is spinning at first, then giving way, then sleeping: where there are more ranks than cores, the others must get on. A
-peer that has died ends the wait with an error, and so does the timeout.
-
-Invariant: all ranks of a group call its collectives in the same order, with the same sizes, from one thread; messages of a pair
-arrive in the order they were sent. A group that has failed on a rank fails there from then on. Cost: a step takes some ten
-microseconds, most of them Python's; large tensors move at the speed of memory.
+Invariant: all ranks of a group call its collectives in the same order, with the same sizes, from one thread (what differs is an
+error on all of them); messages of a pair arrive in the order they were sent. A group that has failed on a rank has failed on
+all. Cost: a step takes some ten microseconds, most of them Python's; large tensors move at the speed of memory.
 """
 
 # Methods that torch overloads for callers in C++ are overridden for its Python.
 # mypy: disable-error-code="override"
 from __future__ import annotations
 
-import os
-import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .exchange import Exchange, Steps, flat, summing_of
-from .segment import Segment, cores
+from .call import REDUCTIONS, Call, Summing, reduction
+from .exchange import Steps, flat
+from .pending import PendingOp, Tensors, Traffic
+from .segment import Segment
 
 NAME = "shared_memory"
-SPINS, YIELDS = 200, 2000  # looks before giving way, and then before sleeping
-NAP, LOOK_SECONDS = 50e-6, 0.05  # of one sleep; between two looks at who still lives
-Tensors = list[torch.Tensor]
-
-
-class Pending(dist.Work):
-    """An operation under way."""
-
-    def __init__(self, group: Group, what: str, steps: Steps, results: Tensors) -> None:
-        super().__init__()
-        self.group, self.what, self.steps, self.results = group, what, steps, results
-        self.done, self.awaits = False, 0
-        self.error: BaseException | None = None
-
-    def advance(self) -> bool:
-        """As far as it goes now. True if it is over."""
-        try:
-            self.awaits = next(self.steps)
-        except StopIteration:
-            self.done = True
-        except Exception as error:  # whoever waits for it is told
-            self.error, self.done = error, True
-            self.group.failure = self.group.failure or error
-        return self.done
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it is over. Raises what went wrong. timeout: that of the group, if none is given."""
-        if not self.done:
-            self.group.finish(self, timeout or self.group.timeout)
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it is over; moves all open operations."""
-        advance_all()
-        return self.done
-
-    def is_success(self) -> bool:
-        """Whether it is over, and well."""
-        return self.done and self.error is None
-
-    def result(self) -> Tensors:
-        """The tensors that it fills."""
-        return self.results
-
-    def get_future(self) -> torch.futures.Future:
-        """Of its results, which this waits for."""
-        self.wait()
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self.results)
-        return future
 
 
 class Group(dist.ProcessGroup):
-    """The ranks of a group, and what is under way between them and this one. Methods are those that torch.distributed calls."""
-
-    open: ClassVar[list[Group]] = []  # of this process: those that have something under way
+    """The ranks of a group. Methods are those that torch.distributed calls."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: timedelta, members: Sequence[int]) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # that of a group in Python
-        self.me, self.timeout = rank, timeout
+        self.me = rank
         self.members = tuple(members) or tuple(range(ranks))  # as the world numbers them
-        self.segment = Segment(store, rank, ranks, timeout)
-        self.exchange = Exchange(self.segment, rank)
-        self.queues: dict[Any, deque[Pending]] = {}  # under way, in order: collectives; to each rank; from each rank
+        self.traffic = Traffic(Segment(store, rank, ranks, timeout), self.members, timeout)
+        self.exchange = self.traffic.exchange
         self.name_given = self.description = ""
-        self.failure: Exception | None = None  # the first one: from then on ranks may be out of step
-        world = dist.get_world_size() if dist.is_initialized() else ranks
-        self.spins = SPINS if max(world, ranks) <= cores() else 0
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> Pending:
-        steps = self.exchange.all_reduce(flat(tensors[0]), summing_of(opts.reduceOp))
-        return self._start("all_reduce", steps, tensors)
+    def _start(self, call: Call, steps: Steps, results: Tensors) -> PendingOp:
+        return self.traffic.start(call.kind, self.exchange.agreed(call, steps), results)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Pending:
-        whole = tensors[0] if opts.rootRank == self.me else tensors[0].clone()
-        return self._start("reduce", self.exchange.all_reduce(flat(whole), summing_of(opts.reduceOp)), tensors)
+    def allreduce(self, tensors: Tensors, opts: Any) -> PendingOp:
+        given, op, summing = flat(tensors[0]), *summing_of(opts)
+        return self._start(Call("all_reduce", given.nbytes, given.dtype, op), self.exchange.all_reduce(given, summing), tensors)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
-        return self._start("all_gather", self.exchange.all_gather(outputs[0], inputs[0]), outputs[0])
+    def reduce(self, tensors: Tensors, opts: Any) -> PendingOp:
+        root, op, summing = opts.rootRank, *summing_of(opts)
+        whole = flat(tensors[0] if root == self.me else tensors[0].clone())
+        return self._start(Call("reduce", whole.nbytes, whole.dtype, op, root), self.exchange.all_reduce(whole, summing), tensors)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
-        return self._start("all_gather", self.exchange.all_gather(self._shares(output), input), [output])
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> PendingOp:
+        call = Call("all_gather", inputs[0].nbytes, inputs[0].dtype)
+        return self._start(call, self.exchange.all_gather(outputs[0], inputs[0]), outputs[0])
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Pending:
-        kept = outputs[0] if opts.rootRank == self.me else []
-        return self._start("gather", self.exchange.all_gather(kept, inputs[0]), kept)
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> PendingOp:
+        call = Call("all_gather", input.nbytes, input.dtype)
+        return self._start(call, self.exchange.all_gather(self._shares(output), input), [output])
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Pending:
-        steps = self.exchange.reduce_scatter(flat(outputs[0]), inputs[0], summing_of(opts.reduceOp))
-        return self._start("reduce_scatter", steps, outputs)
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PendingOp:
+        kept, root = outputs[0] if opts.rootRank == self.me else [], opts.rootRank
+        call = Call("gather", inputs[0].nbytes, inputs[0].dtype, root=root)
+        return self._start(call, self.exchange.all_gather(kept, inputs[0]), kept)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Pending:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PendingOp:
+        mine, op, summing = flat(outputs[0]), *summing_of(opts)
+        steps = self.exchange.reduce_scatter(mine, inputs[0], summing)
+        return self._start(Call("reduce_scatter", mine.nbytes, mine.dtype, op), steps, outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> PendingOp:
         return self.reduce_scatter([output], [self._shares(input)], opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        return self._start("all_to_all", self.exchange.all_to_all(outputs, inputs), outputs)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PendingOp:
+        call = Call("all_to_all", dtype=inputs[0].dtype)  # sizes may differ: they are told as the first thing
+        return self._start(call, self.exchange.all_to_all(outputs, inputs), outputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Pending:
+    ) -> PendingOp:
         outputs = list(output.split(output_sizes)) if output_sizes else self._shares(output)
         inputs = list(input.split(input_sizes)) if input_sizes else self._shares(input)
-        return self._start("all_to_all", self.exchange.all_to_all(outputs, inputs), [output])
+        return self._start(Call("all_to_all", dtype=input.dtype), self.exchange.all_to_all(outputs, inputs), [output])
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
-        return self._start("broadcast", self.exchange.broadcast(flat(tensors[0]), opts.rootRank), tensors)
+    def broadcast(self, tensors: Tensors, opts: Any) -> PendingOp:
+        given, root = flat(tensors[0]), opts.rootRank
+        return self._start(Call("broadcast", given.nbytes, given.dtype, root=root), self.exchange.broadcast(given, root), tensors)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Pending:
-        empty, root = outputs[0].new_empty(0), opts.rootRank
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PendingOp:
+        mine, root = outputs[0], opts.rootRank
+        empty = mine.new_empty(0)
         given = inputs[0] if root == self.me else [empty] * self.size()
-        wanted = [outputs[0] if rank == root else empty for rank in range(self.size())]
-        return self._start("scatter", self.exchange.all_to_all(wanted, given), outputs)
+        wanted = [mine if rank == root else empty for rank in range(self.size())]
+        return self._start(Call("scatter", mine.nbytes, mine.dtype, root=root), self.exchange.all_to_all(wanted, given), outputs)
 
-    def barrier(self, opts: Any = None) -> Pending:
-        return self._start("barrier", self.exchange.meet(), [])
+    def barrier(self, opts: Any = None) -> PendingOp:
+        return self._start(Call("barrier"), self.exchange.meet(), [])
 
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Pending:
-        return self._start("send", self.exchange.send(flat(tensors[0]), to, tag), tensors, ("to", to))
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> PendingOp:
+        return self.traffic.start("send", self.exchange.send(flat(tensors[0]), to, tag), tensors, ("to", to))
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Pending:
-        return self._start("recv", self.exchange.receive(flat(tensors[0]), source, tag), tensors, ("from", source))
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> PendingOp:
+        return self.traffic.start("recv", self.exchange.receive(flat(tensors[0]), source, tag), tensors, ("from", source))
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PendingOp:
         raise NotImplementedError("over shared memory a receive names its source")
 
     def shutdown(self) -> None:
         """Leave the group. What is under way fails."""
-        with suppress(ValueError):
-            Group.open.remove(self)
-        self._fail(ConnectionError(f"this rank has left the group of ranks {list(self.members)}"))
-        self.segment.close()
+        self.traffic.leave()
 
     def abort(self) -> None:
         self.shutdown()
-
-    def finish(self, pending: Pending, timeout: timedelta) -> None:
-        """Move what can move until this operation is over."""
-        looks, deadline, next_look = 0, time.monotonic() + timeout.total_seconds(), 0.0
-        while not pending.done:
-            if advance_all():
-                looks = 0
-                continue
-            looks += 1
-            if looks <= self.spins:
-                continue
-            if looks <= self.spins + YIELDS:
-                os.sched_yield()
-                continue
-            time.sleep(NAP)
-            now = time.monotonic()
-            if now > next_look:
-                next_look = now + LOOK_SECONDS
-                self._judge(pending, now > deadline, timeout)
-
-    def _judge(self, pending: Pending, too_late: bool, timeout: timedelta) -> None:
-        """End an operation that cannot end well."""
-        first = next(queue[0] for queue in self.queues.values() if pending in queue)
-        awaited = first.awaits
-        gone = self.segment.gone(awaited)
-        advance_all()  # its last words may have come in between
-        if pending.done or not (gone or too_late) or first.done:
-            return
-        where = f"{pending.what} over ranks {list(self.members)}: rank {self.members[awaited]}"
-        error = ConnectionError(f"{where} is gone") if gone else TimeoutError(f"{where} did not come within {timeout}")
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """End all that is under way, and whatever comes."""
-        self.failure = self.failure or error
-        for queue in self.queues.values():
-            for one in queue:
-                one.error, one.done = error, True
-            queue.clear()
-
-    def _start(self, what: str, steps: Steps, results: Tensors, kind: Any = "collective") -> Pending:
-        if self.failure is not None:
-            raise ConnectionError(f"{what} over ranks {list(self.members)}, which failed before: {self.failure}")
-        pending = Pending(self, what, steps, results)
-        queue = self.queues.setdefault(kind, deque())
-        if queue or not pending.advance():
-            queue.append(pending)
-            if self not in Group.open:
-                Group.open.append(self)
-        return pending
 
     # As torch before 2.13 calls them.
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # type: ignore[assignment]
@@ -272,18 +165,10 @@ class Group(dist.ProcessGroup):
         return self.description
 
 
-def advance_all() -> bool:
-    """Move all that is open in this process as far as it goes. True if something moved."""
-    moved = False
-    for group in list(Group.open):
-        before = group.exchange.moved
-        for queue in group.queues.values():
-            while queue and queue[0].advance():
-                queue.popleft()
-        moved |= group.exchange.moved != before
-        if not any(group.queues.values()):
-            Group.open.remove(group)
-    return moved
+def summing_of(opts: Any) -> tuple[int, Summing]:
+    """The place of a call's reduction, and how it is computed."""
+    op = reduction(opts.reduceOp)
+    return op, REDUCTIONS[op][1]
 
 
 def _create(options: Any, _: Any) -> Group:

@@ -7,27 +7,35 @@ to its two output streams goes to files; the parent shows them. It ends with its
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import linecache
-import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
-from . import segment, shared_memory
+from . import host, shared_memory
+from .carry import Parcel, pack_value, unpack
+from .outputs import output_file
+from .pending import PeerLost
+from .surroundings import Surroundings
 
 LONG = timedelta(days=7)  # the parent keeps the time: it knows what it asked for
+GRACE_SECONDS = 0.3  # for a rank to leave by itself
+DIE_WITH_PARENT = 1  # of Linux' prctl
 
 
 @dataclass(frozen=True)
@@ -39,26 +47,28 @@ class World:
     threads: int
     cuda: bool
     backend: str
+    surroundings: Surroundings
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank sends back. ok: value is the pickled result; else it is the pickled exception (or b"") and text its traceback."""
+    """What a rank sends back. ok: value is its packed result; else the packed exception (or None) and text its traceback.
+
+    follows: it fails only because another rank does.
+    """
 
     ok: bool
-    value: bytes
+    value: Parcel | None = None
     text: str = ""
+    follows: bool = False
 
 
-def main(rank: int, world: World, connections: list[Connection]) -> None:
+def main(rank: int, world: World, mine: Connection) -> None:
     """What a rank's process runs. It never raises: what goes wrong is sent to the parent."""
-    for other, connection in enumerate(connections):
-        if other != rank:
-            connection.close()  # held open here, it would hide from its owner that the parent is gone
-    mine = connections[rank]
     # An interrupt reaches every process of a terminal or a notebook. It is the parent's: it ends its ranks, or lets them be.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent(mine)
+    world.surroundings.adopt()
     _redirect(rank, world)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end: the world is over
         try:
@@ -66,34 +76,36 @@ def main(rank: int, world: World, connections: list[Connection]) -> None:
         except BaseException as error:  # sent, not printed
             mine.send(_failure(error))
             return
-        mine.send(Reply(True, b""))
+        reply = Reply(True)
         while True:
-            mine.send(_run(mine.recv_bytes()))
+            mine.send(reply)
+            order = mine.recv()
+            if reply.value is not None:
+                reply.value.close()  # the parent has read it, or it would not ask for more
+            reply = _run(order)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
 
-def _run(payload: bytes) -> Reply:
+def _run(order: tuple[bytes, list[int], str]) -> Reply:
     try:
-        function, args, sources = cloudpickle.loads(payload)
+        function, args, sources = unpack(*order)
         linecache.cache.update(sources)  # of notebook cells, which no file holds: a traceback shows their lines
-        return Reply(True, cloudpickle.dumps(function(*args)))
+        return Reply(True, pack_value(function(*args)))
     except BaseException as error:
         return _failure(error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _streams()
 
 
 def _failure(error: BaseException) -> Reply:
     # The first frame is this file's call of the function, which tells the reader nothing.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:
-        pickled = b""
-    return Reply(False, pickled, text)
+    packed = None
+    with contextlib.suppress(Exception):
+        packed = pack_value(error)
+    return Reply(False, packed, text, isinstance(error, PeerLost))
 
 
 def _join(rank: int, world: World) -> None:
@@ -116,13 +128,13 @@ def choose_backend(wanted: str | None, cuda: bool, one_host: bool = True) -> str
     """What carries collectives: NCCL where each rank has a GPU (and gloo for tensors on the CPU); else shared memory, or gloo."""
     if wanted not in (None, "gloo", shared_memory.NAME):
         raise ValueError(f'backend is "gloo" or "{shared_memory.NAME}", not {wanted!r}')
-    if wanted == shared_memory.NAME and not (segment.usable() and one_host and not cuda):
+    if wanted == shared_memory.NAME and not (host.usable() and one_host and not cuda):
         raise ValueError('shared memory joins ranks of one host that compute on an x86-64 CPU; backend="gloo" runs anywhere')
     if cuda:
         return "cpu:gloo,cuda:nccl"
-    if wanted is None and one_host and not segment.usable():
+    if wanted is None and one_host and not host.usable():
         warnings.warn("ranks talk over gloo: sharing memory needs an x86-64 processor and POSIX", stacklevel=3)
-    return wanted or (shared_memory.NAME if segment.usable() and one_host else "gloo")
+    return wanted or (shared_memory.NAME if host.usable() and one_host else "gloo")
 
 
 def registered(backend: str) -> str:
@@ -137,20 +149,42 @@ def _redirect(rank: int, world: World) -> None:
         file = os.open(output_file(world.folder, rank, number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)
+    sys.stdout = sys.stderr = None  # the fork server's
+    _streams()
     if hasattr(signal, "SIGUSR1"):  # the parent asks so where a rank hangs
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
 
 
-def output_file(folder: str, rank: int, number: int) -> Path:
-    """Where a rank's stdout (1) or stderr (2) goes."""
-    return Path(folder) / f"rank{rank}.{number}"
+def _streams() -> None:
+    """Flush them; make them anew if the last function closed or replaced them. They take any character."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream: Any = getattr(sys, name)
+        try:
+            stream.flush()
+            if stream.fileno() == number:
+                continue
+        except Exception:  # closed, replaced, or none
+            pass
+        buffering = 1 if number == 2 else -1
+        fresh = open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=buffering)
+        setattr(sys, name, fresh)
 
 
-def _end_with_parent() -> None:
-    """A rank may sit in a collective that never returns. When the parent dies, nobody waits for it any more."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
+def _end_with_parent(mine: Connection) -> None:
+    """A rank may sit in a collective that never returns. When the parent dies, or closes its end, nobody waits for it any more.
+
+    On Linux the system sees to it, too: with the parent the fork server ends, and with that, whatever they do, its children.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if not hasattr(select, "poll"):
+        return
+    poll = select.poll()
+    poll.register(mine.fileno(), getattr(select, "POLLRDHUP", 0))
+
+    def watch() -> None:
+        poll.poll()  # until the other end is closed
+        time.sleep(GRACE_SECONDS)  # a rank that waits for work leaves by itself
         os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
