@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -19,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from minifer import RankError, Ranks, launch
+from minifer.ranks import host
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = host.cores()
 
 
 def rank_processes() -> set[int]:
@@ -184,19 +187,20 @@ def test_a_result_that_cannot_travel():
 
 
 def test_an_interrupt_ends_the_ranks():
-    done = script(
+    said = interrupted(
         """
-        import os, signal, threading, time, psutil, minifer
-        threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        import psutil
+        def rank():
+            open(working, "w")
+            time.sleep(60)
         try:
-            minifer.launch(lambda: __import__("time").sleep(60), 2)
+            minifer.launch(rank, 2)
         except KeyboardInterrupt:
-            time.sleep(0.5)
             me = psutil.Process()
             print("interrupted", [p for p in me.children(recursive=True) if p.parent() != me and p.status() != "zombie"])
         """
     )
-    assert done.stdout.strip() == "interrupted []" and done.returncode == 0, done.stderr
+    assert said == "interrupted []"
 
 
 def test_ranks_end_with_their_parent(tmp_path):
@@ -433,3 +437,351 @@ def test_rt_05_two_groups_work_independently(on_ranks):
     results = on_ranks(4, pairs)
     assert [total for total, _ in results] == [10, 10, 40, 40]
     assert min(results[2][1], results[3][1]) >= 0.4 > max(results[0][1], results[1][1])
+
+
+# RUN: starting, ending and joining, as tried from outside.
+
+
+@pytest.fixture
+def no_leftovers(tmp_path_factory, monkeypatch):
+    """A temporary folder of its own, in which a test leaves nothing; nor does it in shared memory."""
+    folder = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    yield folder
+    assert not [path.name for path in folder.iterdir() if path.name.startswith("minifer-")]
+    assert not before or not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("minifer-")]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        *(({"ranks": ranks}, "ranks is a whole number, at least 1") for ranks in ("2", None, 2.5, 2.0, 0, -1, True)),
+        *(
+            ({"timeout": timeout}, "timeout is a number of seconds above 0, or None")
+            for timeout in ("5", 0, -1, float("nan"), True)
+        ),
+        *(({"threads": threads}, "threads is a whole number, at least 1") for threads in (0, -1, "2", 1.5)),
+        ({"backend": "mpi"}, 'backend is "gloo" or "shared_memory"'),
+    ],
+)
+def test_run_05_what_a_world_is_told_is_checked_before_anything_starts(no_leftovers, options, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Ranks(**({"ranks": 2} | options))
+    if "threads" not in options:
+        with pytest.raises(ValueError, match=re.escape(told)):
+            launch(len, **({"ranks": 2, "args": ([],)} | options))
+
+
+def test_run_05_what_runs_is_checked_too(no_leftovers):
+    async def waits():
+        pass
+
+    for function, told in ((3, "a function runs on ranks, not 3"), (waits, "waits is async")):
+        with pytest.raises(ValueError, match=told):
+            launch(function, 2)
+    with pytest.raises(ValueError, match="args is a tuple of the function's arguments, not \\[1\\]"):
+        launch(abs, 2, args=[1])
+
+
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e20])
+def test_run_05_no_timeout_is_none(timeout):
+    assert launch(dist.get_rank, 1, timeout=timeout) == [0]
+
+
+def test_run_01_a_mismatch_is_shown_to_the_caller(on_ranks):
+    with pytest.raises(RankError, match="call different things as their collective") as caught:
+        launch(lambda: dist.all_reduce(torch.ones(8 + dist.get_rank())), 3)
+    assert caught.value.rank == 0 and isinstance(caught.value.__cause__, ValueError)
+
+
+def interrupted(text: str) -> str:
+    """What a script prints that interrupts itself when its ranks are at work. `working` is a path that they make then."""
+    begin = """
+    import os, signal, sys, tempfile, threading, time, torch, torch.distributed as dist, minifer
+    working = tempfile.mkdtemp() + "/working"
+    def interrupt_when_working():
+        while not os.path.exists(working):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt_when_working, daemon=True).start()
+    """
+    done = script(textwrap.dedent(begin) + textwrap.dedent(text))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_run_03_an_interrupted_run_ends_its_world_and_says_so(no_leftovers):
+    said = interrupted(
+        """
+        def work(_):
+            open(working, "w")
+            time.sleep(60)
+        with minifer.Ranks(2) as world:
+            try:
+                world.run(work, torch.zeros(1 << 20))
+            except KeyboardInterrupt:
+                print("interrupted")
+            try:
+                world.run(dist.get_rank)
+            except RuntimeError as error:
+                print(error)
+        print(minifer.launch(dist.get_rank, 2))
+        """
+    )
+    assert said.splitlines() == ["interrupted", "this world of ranks is over (KeyboardInterrupt): start a new one", "[0, 1]"]
+
+
+def test_run_03_closed_by_another_thread():
+    with Ranks(2) as world:
+        threading.Timer(0.5, world.close).start()
+        with pytest.raises(RuntimeError, match="this world of ranks is over \\(it was closed while a function ran\\)"):
+            world.run(time.sleep, 60)
+        with pytest.raises(RuntimeError, match="is over \\(it was closed\\): start a new one"):
+            world.run(dist.get_rank)
+
+
+def test_run_03_threads_take_turns():
+    with Ranks(2) as world:
+        results = {}
+
+        def run(number):
+            results[number] = [world.run(lambda: (number, dist.get_rank())) for _ in range(5)]
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {number: [[(number, 0), (number, 1)]] * 5 for number in range(4)}
+
+
+def test_run_03_a_fork_server_that_is_killed(no_leftovers):
+    said = script(
+        """
+        import os, signal, time, psutil, minifer, torch.distributed as dist
+        with minifer.Ranks(2) as world:
+            ranks = [process.pid for process in world._processes]
+            server = psutil.Process(ranks[0]).parent()
+            server.kill()
+            try:
+                world.run(time.sleep, 60)
+            except (minifer.RankError, RuntimeError) as error:
+                print(type(error).__name__, str(error).partition(";")[0])
+            print([pid for pid in ranks if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"])
+        print(minifer.launch(dist.get_rank, 2))
+        """
+    )
+    assert said.returncode == 0, said.stderr
+    first, left, again = said.stdout.splitlines()
+    assert first.startswith("RankError rank 0 is gone, and so is the fork server") and left == "[]" and again == "[0, 1]"
+
+
+@pytest.mark.parametrize("trouble", ["no folder to be in", "few files", "a rank"])
+def test_run_04_a_start_that_fails_leaves_nothing(no_leftovers, trouble, tmp_path):
+    scripts = {
+        "no folder to be in": """
+            import os, tempfile, minifer
+            folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder)
+            minifer.launch(len, 2, args=("ab",))
+            """,
+        "few files": """
+            import resource, minifer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+            minifer.launch(len, 6, args=("ab",))
+            """,
+        "a rank": """
+            import minifer
+            minifer.launch(lambda: minifer.Ranks(2), 1)
+            """,
+    }
+    done = script(scripts[trouble])
+    told = {
+        "no folder to be in": "FileNotFoundError",
+        "few files": "this process may open 24 files at once, and 62 are wanted (ulimit -n)",  # PUB-33
+        "a rank": "a rank starts no ranks: inside of one, launch runs on the ranks that exist",
+    }
+    assert done.returncode == 1 and told[trouble] in done.stderr
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_run_04_interrupts_at_any_time_leave_nothing(no_leftovers, times):
+    """A loop of starts, interrupted at moments that differ from run to run: no folder, no rank."""
+    done = script(
+        f"""
+        import os, random, signal, threading, time, psutil, minifer
+        minifer.launch(len, 2, args=("ab",))
+        stop = False
+        def interrupt():
+            while not stop:
+                time.sleep(random.uniform(0.02, 0.4))
+                for _ in range({times}):
+                    if not stop:
+                        os.kill(os.getpid(), signal.SIGINT)
+        thread = threading.Thread(target=interrupt, daemon=True)
+        count = 0
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            try:
+                if not thread.is_alive():
+                    thread.start()
+                minifer.launch(len, 2, args=("ab",))
+            except KeyboardInterrupt:
+                count += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop = True
+        deadline = time.monotonic() + 20
+        def ranks():
+            me, left = psutil.Process(), []
+            for one in me.children(recursive=True):
+                try:
+                    if one.parent() != me and one.status() != "zombie":
+                        left.append(one)
+                except psutil.Error:
+                    pass
+            return left
+        while ranks() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        print(count > 0, ranks(), minifer.launch(len, 2, args=("ab",)))
+        """
+    )
+    assert done.stdout.strip() == "True [] [2, 2]" and done.stderr == "", done.stdout + done.stderr
+
+
+def test_run_04_ranks_that_hold_the_interpreter_end_with_their_parent(tmp_path, no_leftovers):
+    """And the next start removes the folder of the world whose parent was killed."""
+    pid = tmp_path / "pid"
+    code = f"""
+import ctypes, os, minifer
+def rank():
+    open({str(pid)!r}, "w").write(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(300)  # PyDLL holds the lock of the interpreter
+minifer.launch(rank, 1)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while psutil.pid_exists(int(pid.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(pid.read_text()))
+    assert len(list(no_leftovers.glob("minifer-ranks-*"))) == 1
+    assert launch(len, 1, args=("ab",)) == [2]
+
+
+@pytest.mark.parametrize("length", [80, 120, 200])
+def test_pub_25_a_long_temporary_folder(tmp_path, length):
+    folder = tmp_path / "x"
+    folder = folder.with_name("x" * max(1, length - len(str(tmp_path)) - 1))
+    folder.mkdir()
+    code = "import minifer; print(minifer.launch(len, 2, args=('ab',)))"
+    environment = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout == "[2, 2]\n" and done.returncode == 0, done.stderr
+    assert os.listdir(folder) == [], "also its folder is gone"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_run_06_printing_never_costs_the_results(encoding):
+    code = """
+        import sys, minifer
+        def talk():
+            print("é")
+            print("half \\ud83d of a pair")
+            sys.stdout.close()
+            return 7
+        with minifer.Ranks(2) as world:
+            print(world.run(talk))
+            print(world.run(lambda: print("again")))
+        """
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=120, env=environment)
+    accent = {"ascii": "?", "utf-8": "é"}[encoding]
+    ranks = "".join(f"[rank {rank}] {accent}\n[rank {rank}] half \\ud83d of a pair\n" for rank in range(2))
+    assert done.stdout.decode() == f"{ranks}[7, 7]\n[rank 0] again\n[rank 1] again\n[None, None]\n", done.stderr
+
+
+def test_run_06_a_closed_stream_of_the_parent(monkeypatch):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with Ranks(1) as world:
+        assert world.run(lambda: print("nobody sees it") or 5) == [5]
+
+
+def test_pub_29_lines_end_where_a_terminal_ends_them(on_ranks, capfd):
+    def talk():
+        for percent in range(101):
+            print(f"\r{percent:3}%", end="")
+        print("\none\u2028two\x0bthree\x85four")
+        print("no end", end="")
+
+    on_ranks(2, talk)
+    out = capfd.readouterr().out
+    assert out == "".join(
+        f"[rank {rank}] 100%\n[rank {rank}] one\u2028two\x0bthree\x85four\n[rank {rank}] no end\n" for rank in (0, 1)
+    )
+
+
+def torchrun(tmp_path, text: str) -> subprocess.CompletedProcess:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_run_07_under_torchrun_the_time_is_kept(tmp_path, no_leftovers, backend):
+    done = torchrun(
+        tmp_path,
+        f"""
+        import time, torch, torch.distributed as dist, minifer
+        def hang():
+            if dist.get_rank() == 1:
+                time.sleep(600)
+            dist.all_reduce(torch.ones(1))
+        started = time.monotonic()
+        try:
+            minifer.launch(hang, 2, timeout=2, backend={backend!r})
+        except minifer.RankError as error:
+            print(f"rank {{dist.get_rank()}}: {{error}} ({{time.monotonic() - started < 20}})", flush=True)
+            raise
+        """,
+    )
+    told = "no answer to run within 2 s from rank 0, 1 of 2"
+    assert done.returncode != 0 and told in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "rank 1: " + told in done.stdout and "False" not in done.stdout
+
+
+def test_run_07_a_rank_that_raises_before_it_joins_leaves_nothing(tmp_path, no_leftovers):
+    done = torchrun(
+        tmp_path,
+        """
+        import os, minifer
+        if os.environ["RANK"] == "1":
+            raise ValueError("not today")
+        minifer.launch(lambda: 1, 2)
+        """,
+    )
+    assert done.returncode != 0 and "not today" in done.stderr
+
+
+def test_run_09_the_first_error_is_what_the_caller_sees():
+    """A rank tears its group down on its way out, and the others fail because of that."""
+
+    def tear_down():
+        group = dist.new_group()
+        try:
+            if dist.get_rank() == 1:
+                raise ValueError("the cause")
+            dist.all_reduce(torch.ones(1), group=group)
+        finally:
+            group.shutdown()
+
+    with pytest.raises(RankError, match="the cause") as caught:
+        launch(tear_down, 3)
+    assert caught.value.rank == 1

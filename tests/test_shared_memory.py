@@ -454,3 +454,241 @@ def test_uneven_shares_of_many_chunks(on_ranks):
         return all((part == 10 * source + rank).all().item() for source, part in enumerate(out.split(into)))
 
     assert on_ranks(3, shared) == [True] * 3
+
+
+# Collectives that do not match, each as two ranks would call them: (rank 0's, rank 1's, what both are told of).
+
+
+def ones(count, dtype=torch.float32):
+    return torch.ones(count, dtype=dtype)
+
+
+MISMATCHES = {
+    "bytes": (lambda: dist.all_reduce(ones(8)), lambda: dist.all_reduce(ones(16)), "32 bytes of float32", "64 bytes of float32"),
+    "dtype": (lambda: dist.all_reduce(ones(8)), lambda: dist.all_reduce(ones(8, torch.int32)), "float32", "int32"),
+    "reduction": (
+        lambda: dist.all_reduce(ones(8)),
+        lambda: dist.all_reduce(ones(8), dist.ReduceOp.PRODUCT),
+        "all_reduce (SUM)",
+        "all_reduce (PRODUCT)",
+    ),
+    "root": (
+        lambda: dist.broadcast(ones(8), 0),
+        lambda: dist.broadcast(ones(8), 1),
+        "with rank 0 as its root",
+        "with rank 1 as its root",
+    ),
+    "bytes of a broadcast": (lambda: dist.broadcast(ones(8), 0), lambda: dist.broadcast(ones(16), 0), "32 bytes", "64 bytes"),
+    "kind": (lambda: dist.all_reduce(ones(8)), lambda: dist.broadcast(ones(8), 0), "rank 0 all_reduce", "rank 1 broadcast"),
+    "barrier": (dist.barrier, lambda: dist.all_reduce(ones(1)), "rank 0 a barrier", "rank 1 all_reduce"),
+    "many steps against one": (
+        lambda: dist.all_reduce(ones(400_000)),
+        lambda: dist.all_reduce(ones(6)),
+        "1600000 bytes",
+        "24 bytes",
+    ),
+    "nothing against something": (
+        lambda: dist.all_gather_single(ones(0), ones(0)),
+        lambda: dist.all_gather_single(ones(2), ones(1)),
+        "0 bytes",
+        "4 bytes",
+    ),
+    "all_gather_single": (
+        lambda: dist.all_gather_single(ones(8), ones(4)),
+        lambda: dist.all_gather_single(ones(12), ones(6)),
+        "16 bytes",
+        "24 bytes",
+    ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter_single(ones(4), ones(8)),
+        lambda: dist.reduce_scatter_single(ones(6), ones(12)),
+        "16 bytes",
+        "24 bytes",
+    ),
+    "gather": (
+        lambda: dist.gather(ones(4), [ones(4), ones(4)], dst=0),
+        lambda: dist.gather(ones(6), dst=0),
+        "gather of 16 bytes",
+        "gather of 24 bytes",
+    ),
+    "scatter": (
+        lambda: dist.scatter(ones(4), [ones(4), ones(4)], src=0),
+        lambda: dist.scatter(ones(6), src=0),
+        "scatter of 16 bytes",
+        "scatter of 24 bytes",
+    ),
+    "shares": (
+        lambda: dist.all_to_all_single(ones(3), ones(4), [2, 1], [2, 2]),
+        lambda: dist.all_to_all_single(ones(3), ones(2), [1, 2], [1, 1]),
+        "rank 0 gives 8 bytes",
+        "rank 1 awaits 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_run_01_collectives_that_do_not_match_are_an_error_on_every_rank(on_ranks, name):
+    """A group of its own each time: it is broken from then on, and says so."""
+
+    def call():
+        group = dist.new_group()
+        errors = []
+        for operation in (MISMATCHES[name][dist.get_rank()], lambda: dist.all_reduce(ones(1))):
+            try:
+                with_group(operation, group)
+            except (ValueError, ConnectionError) as error:
+                errors.append((type(error).__name__, str(error)))
+        return errors
+
+    found = on_ranks(2, call, timeout=20)
+    assert found[0] == found[1]
+    [(kind, text), (later, _)] = found[0]
+    assert kind == "ValueError" and later == "PeerLost" and "ranks [0, 1]" in text
+    for part in MISMATCHES[name][2:]:
+        assert part in text, text
+
+
+def with_group(operation, group):
+    """What operation calls in the world's group is called in this one."""
+    world = dist.distributed_c10d.GroupMember.WORLD
+    dist.distributed_c10d.GroupMember.WORLD = group
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        operation()
+    finally:
+        dist.distributed_c10d.GroupMember.WORLD = world
+        dist.distributed_c10d._update_default_pg(world)
+
+
+def test_run_01_which_call_it_was_and_of_which_ranks(on_ranks):
+    def third():
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            return ""
+        for count in (3, 4, 5 + dist.get_rank()):
+            try:
+                dist.all_reduce(ones(count), group=group)
+            except ValueError as error:
+                return str(error)
+        return "no error"
+
+    told = (
+        "ranks [0, 2] call different things as their collective 3: "
+        "rank 0 all_reduce (SUM) of 20 bytes of float32; rank 2 all_reduce (SUM) of 28 bytes of float32"
+    )
+    assert on_ranks(3, third) == [told, "", told]
+
+
+@pytest.mark.parametrize("wrong", ["bytes", "dtype", "tag"])
+def test_run_01_messages_are_compared_too_and_the_sender_learns_of_it(on_ranks, wrong):
+    def call():
+        group = dist.new_group()
+        errors = []
+        try:
+            if dist.get_rank() == 0:
+                dist.send(ones(4), group=group, group_dst=1, tag=1)
+                dist.recv(ones(1), group=group, group_src=1)  # what never comes
+            else:
+                sizes = {"bytes": (6, torch.float32, 1), "dtype": (4, torch.int32, 1), "tag": (4, torch.float32, 2)}
+                count, dtype, tag = sizes[wrong]
+                dist.recv(ones(count, dtype), group=group, group_src=0, tag=tag)
+        except (ValueError, ConnectionError) as error:
+            errors.append(str(error))
+        dist.barrier()
+        return errors
+
+    [[sender], [receiver]] = on_ranks(2, call, timeout=20)
+    assert receiver.startswith("rank 0 sent 16 bytes of float32 with tag 1, rank 1 awaits ")
+    assert sender == f"recv over ranks [0, 1]: rank 1 has failed: ValueError: {receiver}"
+
+
+def test_operations_behind_a_failed_one_do_not_run(on_ranks):
+    def queued():
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            dist.barrier()
+            first = dist.isend(ones(3), group=group, group_dst=1)
+            second = dist.isend(torch.full((4,), 7.0), group=group, group_dst=1)
+            first.wait(), second.wait()
+            dist.barrier()
+            return []
+        works = [dist.irecv(ones(4), group=group, group_src=0), dist.irecv(mine := ones(4), group=group, group_src=0)]
+        dist.barrier()
+        errors = []
+        for work in works:
+            try:
+                work.wait()
+            except (ValueError, ConnectionError) as error:
+                errors.append((type(error).__name__, work.is_completed(), work.is_success()))
+        dist.barrier()
+        return [*errors, mine.tolist()]
+
+    first, second = on_ranks(2, queued)
+    assert first == [] and second == [("ValueError", True, False), ("PeerLost", True, False), [1.0] * 4]
+
+
+@pytest.mark.parametrize("how", ["gone", "failed", "late"])
+def test_those_who_only_ask_are_told(on_ranks, how):
+    """`is_completed` again and again, and never `wait`: a dead peer, a failed one, and a time that is over all end it."""
+
+    def ask():
+        group = dist.new_group(timeout=timedelta(seconds=0.5 if how == "late" else 100))
+        if dist.get_rank() == 1:
+            if how == "gone":
+                group.shutdown()
+            elif how == "failed":
+                with pytest.raises(ValueError):
+                    dist.reduce_scatter(ones(3), [ones(3), ones(4)], group=group)
+            dist.barrier()
+            return ""
+        work = dist.all_reduce(ones(2), group=group, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+        dist.barrier()
+        return f"{type(work.exception()).__name__}: {work.exception()}"
+
+    told = on_ranks(2, ask, timeout=20)[0]
+    wanted = {
+        "gone": "PeerLost: all_reduce over ranks [0, 1]: rank 1 is gone",
+        "failed": "PeerLost: all_reduce over ranks [0, 1]: rank 1 has failed: ValueError: all shares are alike",
+        "late": "TimeoutError: all_reduce over ranks [0, 1]: rank 1 did not come within 0:00:00.500000",
+    }
+    assert told.startswith(wanted[how])
+
+
+def test_memory_is_taken_when_it_is_needed():
+    """Eight ranks in a 2 x 2 x 2 layout, all of whose groups and pairs have been used: far below Docker's 64 MB of shared memory."""
+
+    def layout():
+        mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "pipeline", "tensor"))
+        groups = [dist.group.WORLD, *(mesh.get_group(name) for name in ("data", "pipeline", "tensor"))]
+        before = blocks(groups[2])
+        for group in groups:
+            dist.all_reduce(ones(100_000), group=group)
+        pipeline, other = groups[2], 1 - groups[2].rank()
+        for count in (10, 2_000_000):  # more than a pipe holds
+            sent = dist.isend(ones(count), group=pipeline, group_dst=other)
+            dist.recv(ones(count), group=pipeline, group_src=other)
+            sent.wait()
+        return [(group.rank(), blocks(group)) for group in groups], before
+
+    def blocks(group):
+        return os.fstat(group.traffic.segment._file).st_blocks * 512
+
+    found = launch(layout, 8)
+    total = sum(size for groups, _ in found for rank, size in groups if rank == 0)  # of each group once
+    assert found[0][1] < 1 << 20, "a pipe that nothing has gone through takes nothing"
+    assert total <= 40 << 20, f"{total:,} bytes"
+
+
+def test_meshes_and_what_is_made_of_them(on_ranks):
+    def total():
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        found = []
+        for one in (mesh["a"], mesh["b"], mesh["a", "b"]._flatten("ab")):
+            x = torch.tensor([1 << dist.get_rank()])
+            dist.all_reduce(x, group=one.get_group())
+            found.append(int(x))
+        return found
+
+    assert on_ranks(4, total) == [[0b0101, 0b0011, 15], [0b1010, 0b0011, 15], [0b0101, 0b1100, 15], [0b1010, 0b1100, 15]]

@@ -53,7 +53,7 @@ class _Storage:
     """The bytes of one storage. Tensors that share it hold the same object, so they share it where they arrive, too."""
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        self.bytes: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _arrived, (PickleBuffer(self.bytes),)
@@ -142,7 +142,7 @@ def pack_value(value: Any) -> Parcel:
 
 def unpack(data: bytes, sizes: list[int], place: str) -> Any:
     """What a parcel holds. Its tensors and arrays are copies, and this process's own."""
-    buffers = [torch.empty(size, dtype=torch.uint8).numpy() for size in sizes]
+    buffers: list[Any] = [torch.empty(size, dtype=torch.uint8).numpy() for size in sizes]
     if sizes:
         with open(host.open_shared(place, sum(sizes)), "rb", buffering=0) as file:
             file.seek(0)

@@ -33,7 +33,7 @@ class Outputs:
     def read(self, rank: int, number: int) -> str:
         """All that a rank wrote so far."""
         try:
-            return output_file(self.folder, rank, number).read_text("utf-8", "replace")
+            return output_file(self.folder, rank, number).read_bytes().decode("utf-8", "replace")  # "\r" is kept
         except OSError:
             return ""
 

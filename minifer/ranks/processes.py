@@ -48,7 +48,8 @@ class Processes:
         """Start them all. Raises an OSError that says what the system lacks."""
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         try:
-            with _starting, _without_main(), _short_temporary_folder():
+            # An interrupt waits for the end of this: a process that was half started would be nobody's.
+            with _starting, undisturbed(), _without_main(), _short_temporary_folder():
                 context: Any = get_context(method)
                 if method == "forkserver":
                     context.set_forkserver_preload([main.__module__])
@@ -101,7 +102,7 @@ def remove_leftovers() -> None:
         return
     for folder in Path(tempfile.gettempdir()).glob("minifer-*"):
         with contextlib.suppress(OSError):
-            about = folder.stat(follow_symlinks=False) if sys.version_info >= (3, 10) else folder.lstat()
+            about = folder.lstat()
             young = time.time() - about.st_mtime < YOUNG_SECONDS
             ours = folder.name.startswith(PREFIX) or (folder.name.startswith(NEW_PREFIX) and not young)
             if not ours or about.st_uid != os.getuid() or not folder.is_dir():

@@ -39,7 +39,7 @@ LINE = 64  # bytes of a cache line
 SLOTS = 2  # a rank may be one step ahead of the slowest reader
 SLOT_BYTES = 128 << 10
 WORD_BYTES = 1024  # of last words
-PIPE_BYTES = 4 << 20  # of one pair ...
+PIPE_BYTES = 15 * (256 << 10)  # of one pair ...
 PIPES_BYTES = 1 << 30  # ... and addresses of all pairs together, at most
 PIECE_BYTES = 256 << 10  # of a pipe: what is taken at once
 

@@ -20,6 +20,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .surroundings import Surroundings
 
 LONG = timedelta(days=7)  # the parent keeps the time: it knows what it asked for
 GRACE_SECONDS = 0.3  # for a rank to leave by itself
+LOOK_MILLISECONDS = 500
 DIE_WITH_PARENT = 1  # of Linux' prctl
 
 
@@ -68,10 +70,10 @@ def main(rank: int, world: World, mine: Connection) -> None:
     # An interrupt reaches every process of a terminal or a notebook. It is the parent's: it ends its ranks, or lets them be.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent(mine)
-    world.surroundings.adopt()
-    _redirect(rank, world)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end: the world is over
         try:
+            world.surroundings.adopt()
+            _redirect(rank, world)
             _join(rank, world)
         except BaseException as error:  # sent, not printed
             mine.send(_failure(error))
@@ -177,13 +179,16 @@ def _end_with_parent(mine: Connection) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # held open here, it would keep the fork server alive
+            os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     if not hasattr(select, "poll"):
         return
     poll = select.poll()
     poll.register(mine.fileno(), getattr(select, "POLLRDHUP", 0))
 
     def watch() -> None:
-        poll.poll()  # until the other end is closed
+        while not poll.poll(LOOK_MILLISECONDS):  # the other end is closed, or this one (which a call under way does not see)
+            pass
         time.sleep(GRACE_SECONDS)  # a rank that waits for work leaves by itself
         os._exit(1)
 
